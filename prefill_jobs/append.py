@@ -25,13 +25,7 @@ from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
 from offload_decode.prefill_jobs.destinations import Progress
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
-from offload_decode.prefill_jobs.indexing import (
-    BuildReport,
-    Extended,
-    build_indexes,
-    extend_indexes,
-    publish_indexes,
-)
+from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes, extend_indexes, publish_indexes
 from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, memory_errors, prefill_tokens
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, names
@@ -145,7 +139,8 @@ def append_tokens(
     before = earlier.manifest.n_tokens
     began = time.perf_counter()
     growth = Growth(earlier, progress)
-    extended = Extended()
+    indexes: list[BuildReport] = []
+    left: list[str] = []
     boundary = resumed_from = _last_boundary(earlier)
     with Peak() as peak:
         if documents:
@@ -171,7 +166,7 @@ def append_tokens(
                 )
                 progress("publish", 0, 1)
                 grown = KVStore.open(writer.seal())
-                extended = extend_indexes(earlier, grown, progress)
+                indexes, left = extend_indexes(earlier, grown, progress)
                 progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
                 writer.publish()
         else:
@@ -196,8 +191,8 @@ def append_tokens(
         shared=growth.shared,
         copied=growth.copied,
         peak_memory=peak.bytes,
-        indexes=extended.reports,
-        left=extended.left,
+        indexes=tuple(indexes),
+        left=tuple(left),
     )
 
 

@@ -8,15 +8,12 @@ the beginning of the next.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from offload_decode.attention.rows import numpy_view
@@ -33,16 +30,17 @@ class ChunkWriter:
     def __init__(self, writer: KVStoreWriter):
         self._writer = writer
 
-    def submit(self, write: Write, *parts: Tensor) -> int:
-        """Have `write` called with `parts` as numpy arrays, after earlier submissions; a number for `wait`.
-
-        Raises what an earlier write raised.
+    def submit(self, write: Write, *parts: Tensor) -> Future[None] | None:
+        """Have `write` called with `parts` as numpy arrays, after earlier submissions; a future for `wait`,
+        unless that is done. Raises what an earlier write raised.
         """
         write(*map(numpy_view, parts))
-        return 0
+        return None
 
-    def wait(self, number: int) -> None:
-        """Return when the submission of that number is written. Raises what an earlier write raised."""
+    def wait(self, submitted: Future[None] | None) -> None:
+        """Return when a submission is written. Raises what it, or an earlier one, raised."""
+        if submitted is not None:
+            submitted.result()
 
     def commit(self, tokens: int) -> int:
         """Commit so many tokens after all submissions; how many are committed by now."""
@@ -52,9 +50,7 @@ class ChunkWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
 
 class AsyncWriter(ChunkWriter):
@@ -66,17 +62,17 @@ class AsyncWriter(ChunkWriter):
         super().__init__(writer)
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._queue: SimpleQueue[tuple[Write, HostCopy | None] | None] = SimpleQueue()
-        self._changed = threading.Condition()
-        self._submitted = self._finished = 0
-        self._last_commits: list[tuple[int, int]] = [(0, writer.done)]  # two: their numbers and tokens
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store writer")
+        self._futures: deque[Future[None]] = deque(maxlen=QUEUED)
+        self._last_commits: list[tuple[Future[None] | None, int]] = [(None, writer.done)]  # or two
         self._error: BaseException | None = None
-        self._cancelled = False
-        self._thread = threading.Thread(target=self._run, name="store writer", daemon=True)
 
-    def submit(self, write: Write, *parts: Tensor) -> int:
+    def submit(self, write: Write, *parts: Tensor) -> Future[None]:
         """The current stream may overwrite the parts with whatever it is given next."""
-        self.wait(self._submitted - QUEUED + 1)
+        if self._error is not None:
+            raise self._error
+        if len(self._futures) == QUEUED:
+            self.wait(self._futures[0])
         copy = None
         if parts:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -84,49 +80,28 @@ class AsyncWriter(ChunkWriter):
                 copy = HostCopy.begin(*parts)
             for part in parts:
                 part.record_stream(self._stream)
-        self._submitted += 1
-        self._queue.put((write, copy))
-        return self._submitted
-
-    def wait(self, number: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._finished >= number or self._error is not None)
-        if self._error is not None:
-            raise self._error
+        self._futures.append(self._executor.submit(self._write, write, copy))
+        return self._futures[-1]
 
     def commit(self, tokens: int) -> int:
         """Waits for the commit before this one, which it returns."""
-        number = self.submit(lambda: self._writer.commit(tokens))
-        self._last_commits = [self._last_commits[-1], (number, tokens)]
+        future = self.submit(lambda: self._writer.commit(tokens))
+        self._last_commits = [self._last_commits[-1], (future, tokens)]
         before, committed = self._last_commits[0]
         self.wait(before)
         return committed
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._cancelled = error is not None
-        self._queue.put(None)
-        self._thread.join()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._executor.shutdown(cancel_futures=error is not None)
         if error is None and self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if self._cancelled or self._error is not None:
-                continue
-            write, copy = item
+    def _write(self, write: Write, copy: HostCopy | None) -> None:
+        """In the thread; after an error, nothing more is written."""
+        if self._error is None:
             try:
-                arrays: list[NDArray[np.generic]] = []
-                if copy is not None:
-                    arrays = [numpy_view(part) for part in copy.wait()]
-                write(*arrays)
+                write(*([] if copy is None else map(numpy_view, copy.wait())))
             except BaseException as error:  # noqa: BLE001 - raised by the next call
                 self._error = error
-            with self._changed:
-                self._finished += 1
-                self._changed.notify_all()
+        if self._error is not None:
+            raise self._error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -97,7 +98,7 @@ class WrittenPrefix:
         self.shape = method.shape
         self.length = writer.done
         self._output = output
-        self._submitted: dict[int, int] = {}  # by layer, the number of its last write
+        self._submitted: dict[int, Future[None] | None] = {}  # the last write of each layer
         self._appended: set[int] = set()  # layers whose KV of this chunk is submitted
         self._sampled: dict[int, int] = {}  # by layer, the length before its last samples
         self._cache: PrefixCache | None = None
@@ -165,7 +166,7 @@ class WrittenPrefix:
         return tensor_view(self._written(self.writer.key_norms, layer, head))
 
     def _written(self, read: Callable[[int, int], Any], layer: int, head: int) -> Any:
-        self._output.wait(self._submitted.get(layer, 0))
+        self._output.wait(self._submitted.get(layer))
         return read(layer, head)[: self.length]
 
     def _stored(self, layer: int) -> Stored:
@@ -207,11 +208,11 @@ class WrittenPrefix:
         parts = [part[0] for part in self._cache.layers[layer].tail.view()]
         if self.shape.layers[layer].latent:
             parts = parts[:1]
-            number = self._output.submit(lambda rows: self.writer.append(layer, rows, rows), *parts)
+            written = self._output.submit(lambda rows: self.writer.append(layer, rows, rows), *parts)
         else:
-            number = self._output.submit(partial(self.writer.append, layer), *parts)
+            written = self._output.submit(partial(self.writer.append, layer), *parts)
         if layer in self.shape.full_layers:
-            self._submitted[layer] = number
+            self._submitted[layer] = written
             if self._gpu is not None and not any(map(self.writer.manifest.encoding, ("keys", "values"))):
                 self._gpu.keep(layer, self.length, parts)
 

@@ -74,15 +74,11 @@ class Maker:
 
     def check(self, changing: Changing) -> None:
         """Raise `StoreMismatch` where the collection was made by another model or with other settings."""
-        stated = changing.header
-        if stated is None:
-            return
-        theirs = stated.model_id, stated.weights, stated.settings
-        if (self.model, self.weights, asdict(self.settings)) != theirs or self.dtype not in (
-            "auto",
-            stated.dtype,
-        ):  # else its name is enough until it is loaded
-            changing.state(self.header)
+        if (stated := changing.header) is not None:
+            dtype = stated.dtype if self.dtype == "auto" else self.dtype
+            own = self.model, self.weights, asdict(self.settings), dtype
+            if own != (stated.model_id, stated.weights, stated.settings, stated.dtype):
+                changing.state(self.header)  # else its name is enough until it is loaded
 
 
 def collect(
@@ -134,25 +130,17 @@ def collect(
     return report
 
 
+@dataclass
 class _Collecting:
     """One call of `collect`. `seen`: the names that were found, each with the name of its store."""
 
-    def __init__(
-        self,
-        changing: Changing,
-        words: Words,
-        maker: Maker,
-        metadata: Metadata | None,
-        report: CollectReport,
-        progress: Watch,
-    ):
-        self.changing = changing
-        self.words = words
-        self.maker = maker
-        self.metadata = metadata
-        self.report = report
-        self.progress = progress
-        self.seen: dict[str, str] = {}
+    changing: Changing
+    words: Words
+    maker: Maker
+    metadata: Metadata | None
+    report: CollectReport
+    progress: Watch
+    seen: dict[str, str] = field(default_factory=dict)
 
     def take(self, file: File, number: int, total: int, follow: bool) -> None:
         """Make the collection hold one document as it is now."""

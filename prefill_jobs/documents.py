@@ -15,8 +15,8 @@ import logging
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -45,62 +45,53 @@ _BLOCKS = frozenset(
     ]
 )  # fmt: skip
 
-Reader = Callable[[bytes], str]
 
-
-def _reader(kind: str, module: str, package: str) -> Callable[[Callable[[Any, bytes], str]], Reader]:
-    """Pass a reader its library. Whatever that raises becomes a `CorpusError`: hostile files bring out errors
-    of every type.
+@contextmanager
+def _library(kind: str, module: str, package: str) -> Iterator[Any]:
+    """A module that reads a `kind` of document. Whatever it raises becomes a `CorpusError`: hostile files
+    bring out errors of every type.
     """
-
-    def decorate(read: Callable[[Any, bytes], str]) -> Reader:
-        @wraps(read)
-        def reader(data: bytes) -> str:
-            try:
-                library = import_module(module)
-            except ImportError as error:
-                raise CorpusError(
-                    f"it is {kind}, for which {package} is missing (pip install 'offload-decode[documents]')"
-                ) from error
-            try:
-                return read(library, data)
-            except (CorpusError, MemoryError):
-                raise
-            except Exception as error:
-                raise CorpusError(f"it is {kind} that is damaged ({type(error).__name__})") from error
-
-        return reader
-
-    return decorate
+    try:
+        library = import_module(module)
+    except ImportError as error:
+        raise CorpusError(
+            f"it is {kind}, for which {package} is missing (pip install 'offload-decode[documents]')"
+        ) from error
+    try:
+        yield library
+    except (CorpusError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorpusError(f"it is {kind} that is damaged ({type(error).__name__})") from error
 
 
-@_reader("a PDF document", "pypdf", "pypdf")
-def read_pdf(pypdf: Any, data: bytes) -> str:
+def read_pdf(data: bytes) -> str:
     """The text of the pages, one after another. Raises `CorpusError` with a reason, as `decoding.text_of`."""
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it reports each flaw that it works around
-    file = pypdf.PdfReader(io.BytesIO(data))
-    if file.is_encrypted:
-        try:
-            opened = bool(file.decrypt(""))
-        except pypdf.errors.DependencyError:
-            opened = False
-        if not opened:
-            raise CorpusError("it is an encrypted PDF document")
-    if len(file.pages) > MAX_PAGES:
-        raise CorpusError(f"it is a PDF document of more than {MAX_PAGES:,} pages")
-    text = _joined(page.extract_text() for page in file.pages)
+    with _library("a PDF document", "pypdf", "pypdf") as pypdf:
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it reports each flaw that it works around
+        file = pypdf.PdfReader(io.BytesIO(data))
+        if file.is_encrypted:
+            try:
+                opened = bool(file.decrypt(""))
+            except pypdf.errors.DependencyError:
+                opened = False
+            if not opened:
+                raise CorpusError("it is an encrypted PDF document")
+        if len(file.pages) > MAX_PAGES:
+            raise CorpusError(f"it is a PDF document of more than {MAX_PAGES:,} pages")
+        text = _joined(page.extract_text() for page in file.pages)
     if not text.strip():
         raise CorpusError("it is a PDF document that holds no text, as if it was scanned")
     return text
 
 
-@_reader("a Word document", "docx", "python-docx")
-def read_docx(docx: Any, data: bytes) -> str:
+def read_docx(data: bytes) -> str:
     """Paragraphs and tables in order, the cells of a row separated by tabs. Raises as `read_pdf`."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if sum(part.file_size for part in archive.infolist()) > MAX_SIZE:
-            raise CorpusError(f"it is a Word document that unpacks to more than {MAX_SIZE >> 20} MiB")
-    return _joined(_docx_lines(docx.Document(io.BytesIO(data))))
+    with _library("a Word document", "docx", "python-docx") as docx:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(part.file_size for part in archive.infolist()) > MAX_SIZE:
+                raise CorpusError(f"it is a Word document that unpacks to more than {MAX_SIZE >> 20} MiB")
+        return _joined(_docx_lines(docx.Document(io.BytesIO(data))))
 
 
 def _docx_lines(container: Any) -> Iterator[str]:

@@ -41,7 +41,9 @@ class GPUBlocks:
         self._recycle: deque[_Block] = deque()  # least recently used first
         self._staging = cycle([Staging(pinned=True) for _ in range(2 * AHEAD)])
         self._attended = False
-        self._pass = _PassMemory(device)
+        self._pass_memory = 0  # the most that a pass took, beyond what was allocated when it began
+        torch.cuda.reset_peak_memory_stats(device)
+        self.begin_pass()
 
     @property
     def kept(self) -> int:
@@ -78,7 +80,7 @@ class GPUBlocks:
 
     def begin_pass(self) -> None:
         """A chunk begins."""
-        self._pass.begin()
+        self._held = torch.cuda.memory_allocated(self._device)
 
     def grow(self, length: int) -> None:
         """Let more blocks of the first `length` tokens stay, as long as there is room for them beside a pass.
@@ -86,7 +88,9 @@ class GPUBlocks:
         """
         if not self._attended:
             return
-        room, length = self._pass.room(), min(length, self._needed)
+        took = torch.cuda.max_memory_allocated(self._device) - self._held
+        self._pass_memory = max(self._pass_memory, took)
+        room, length = device_room(self._device) - self._pass_memory, min(length, self._needed)
         while (first := self.kept * BLOCK_TOKENS) < length:
             tokens = min(BLOCK_TOKENS, self._needed - first)
             room -= len(self._layers) * sum(
@@ -171,22 +175,3 @@ class _Block:
         if self.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self.arrived)
             self.arrived = None
-
-
-class _PassMemory:
-    """The most memory that a pass took so far, beyond what was allocated when it began."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        torch.cuda.reset_peak_memory_stats(device)
-        self._took = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """A pass begins."""
-        self._held = torch.cuda.memory_allocated(self._device)
-
-    def room(self) -> int:
-        """Bytes that may be kept beside such a pass."""
-        self._took = max(self._took, torch.cuda.max_memory_allocated(self._device) - self._held)
-        return device_room(self._device) - self._took

@@ -209,17 +209,12 @@ def _remove_old(folder: Path) -> None:
     files.remove(folder.with_name(folder.name + OLD))
 
 
-@dataclass(frozen=True)
-class Extended:
-    """The extended kinds of index, and for each other kind (`left`) a sentence with the reason."""
-
-    reports: tuple[BuildReport, ...] = ()
-    left: tuple[str, ...] = ()
-
-
-def extend_indexes(earlier: KVStore, grown: KVStore, progress: Progress) -> Extended:
+def extend_indexes(
+    earlier: KVStore, grown: KVStore, progress: Progress
+) -> tuple[list[BuildReport], list[str]]:
     """Extend every kind of index of the `earlier` store by the further keys of the `grown` one, which begins
-    with the same. The results stay in their staging folders until `publish_indexes`.
+    with the same. The results stay in their staging folders until `publish_indexes`. Returns a report of each
+    kind, or a sentence with the reason why it was not extended.
 
     An interrupted call is resumed by the same one. Raises `VectorIndexError` where an index cannot be
     written.
@@ -238,7 +233,7 @@ def extend_indexes(earlier: KVStore, grown: KVStore, progress: Progress) -> Exte
         except VectorIndexError as error:  # it cannot be searched either
             why = str(error).rstrip(".")
         left.append(f"the '{kind}' index was not extended, because {why}")
-    return Extended(tuple(reports), tuple(left))
+    return reports, left
 
 
 def publish_indexes(store: KVStore) -> None:

@@ -64,16 +64,17 @@ class Settings:
     @property
     def chunk(self) -> int | None:
         """Tokens in one forward pass; None for as many as fit (`chunk_for`)."""
-        chunk = str(self.options.get("chunk", "" if get(self.method).chunk_shapes else AUTO)).strip()
-        return None if chunk == AUTO else parse(self.method, self.stated).chunk
+        fits = "chunk" not in self.stated and ("chunk" in self.options or not get(self.method).chunk_shapes)
+        return None if fits else parse(self.method, self.stated).chunk
 
     @property
     def stated(self) -> dict[str, object]:
         """The options without `chunk=auto`."""
-        options = dict(self.options)
-        if str(options.get("chunk", "")).strip() == AUTO:
-            del options["chunk"]
-        return options
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name != "chunk" or str(value).strip() != AUTO
+        }
 
 
 @dataclass(frozen=True)

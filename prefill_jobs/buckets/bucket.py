@@ -52,14 +52,14 @@ _SCHEMES = ("s3", "gs", "file")
 _ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}  # what messages name
 _PREFIX = {"s3": "AWS_", "gs": "GOOGLE_"}  # of a service's environment variables
 _ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "gs": ("GOOGLE_BASE_URL",)}
-_CLIENT = (
+_HTTP = [
     "allow_http",
     "allow_invalid_certificates",
     "connect_timeout",
     "timeout",
     "proxy_url",
     "user_agent",
-)
+]
 _SHA256 = "sha256"
 _CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}
 # Patterns in obstore's messages, in the order of the search.
@@ -147,6 +147,16 @@ class Bucket:
                 self._check_plain(key)
                 yield memoryview(self._obstore.get_range(self._store, key, start=start, end=end))
 
+    def fetch(self, key: str, size: int, path: Path, seen: Callable[[int], None]) -> str:
+        """Write the bytes of an object to a file: their hex SHA-256. `seen` gets the size of each part."""
+        digest = hashlib.sha256()
+        with open(path, "wb") as file:
+            for part in self.parts(key, size):
+                digest.update(part)
+                file.write(part)
+                seen(len(part))
+        return digest.hexdigest()
+
     def put(self, key: str, data: bytes | Iterator[bytes], sha256: str, size: int) -> None:
         """Put an object of `size` bytes, with its checksum as an attribute where the service has them."""
         attributes = None if self.folder else {_SHA256: sha256}
@@ -202,11 +212,11 @@ class Bucket:
         if scheme == "file":
             local: ObjectStore = self._obstore.store.LocalStore("/")
             return local
-        prefix = _PREFIX[scheme]
-        named = {name: os.environ.get(prefix + name.upper()) for name in _CLIENT}
         # obstore's default of 30 s a request is too short for a part on a slow line.
         options: dict[str, Any] = {"timeout": timedelta(minutes=5)}
-        options |= {name: value for name, value in named.items() if value is not None}
+        for name in _HTTP:
+            if (value := os.environ.get(_PREFIX[scheme] + name.upper())) is not None:
+                options[name] = value
         if _loopback(scheme):
             options["allow_http"] = True
         retries: dict[str, Any] = {}

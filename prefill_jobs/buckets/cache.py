@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -122,10 +122,8 @@ class Cache:
                 shutil.rmtree(found.path)
             elif _ENTRY.fullmatch(found.name):
                 path = Path(found.path)
-                try:
+                with suppress(FileNotFoundError):  # it is being made
                     yield _Entry(os.stat(path / _LOCK).st_mtime, _bytes_of(path), path)
-                except FileNotFoundError:  # it is being made
-                    continue
 
 
 class _Entry(NamedTuple):

@@ -38,7 +38,7 @@ from offload_decode.kv.indexes import kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
 from offload_decode.prefill_jobs.buckets.cache import Cache, name_of, user_cache
 from offload_decode.prefill_jobs.buckets.pull import check_room, pull, pulling_path
-from offload_decode.prefill_jobs.buckets.push import push, send
+from offload_decode.prefill_jobs.buckets.push import claimed, push, send
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, checked, in_parallel
 from offload_decode.store.files import SEAL
 from offload_decode.store.layout import COLLECTION as HEADER
@@ -168,14 +168,7 @@ def _claimed(bucket: Bucket, path: Path) -> Iterator[None]:
     """
     claim, header = f"{bucket.name}/{CLAIM}", f"{bucket.name}/{HEADER}"
     who = hashlib.sha256(f"{platform.node()} {os.path.realpath(path)}".encode()).hexdigest().encode()
-    while not bucket.create(claim, who):
-        if (other := bucket.read(claim)) == who:
-            break
-        if other is not None:
-            raise StoreExists(
-                f"Another collection is being pushed to {bucket.url}, or its push was interrupted: push that "
-                f"one again, or remove {CLAIM} there first."
-            )
+    claimed(bucket, who, "collection", f"push that one again, or remove {CLAIM} there first")
     ours, there = (path / HEADER).read_bytes(), bucket.read(header)
     if there is None and bucket.objects(bucket.name).keys() - {CLAIM}:
         bucket.remove(claim)
@@ -276,13 +269,10 @@ def lists_at(bucket: Bucket) -> dict[str, Found]:
 
 def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
     """Fetch one list into a folder. Raises `BucketError` where its checksum does not match."""
-    key, digest = f"{bucket.name}/{name}", hashlib.sha256()
+    key = f"{bucket.name}/{name}"
     with files.replacing(folder / name) as beside:
-        with open(beside, "xb") as file:
-            for part in bucket.parts(key, found.size):
-                digest.update(part)
-                file.write(part)
-        if bucket.digest(key) not in (None, digest.hexdigest()):
+        digest = bucket.fetch(key, found.size, beside, lambda size: None)
+        if bucket.digest(key) not in (None, digest):
             raise BucketError(
                 f"{name} of {bucket.url} is not what its checksum says: run it again, as it may have been "
                 "pushed meanwhile, or else push it again."
@@ -308,18 +298,13 @@ class RemoteStores:
         """Raise `BucketError` or `ConfigError` where this machine cannot use the bucket."""
         Bucket(self.url)
 
+    def cache(self, patience: float = 0.0) -> Cache:
+        """This machine's cache; `patience` as there."""
+        return cache_of(self.limit, patience)
+
     def name(self, store: str) -> str:
         """The name in the cache of the store at a URL."""
         return name_of(self._key(store))
-
-    @property
-    def folder(self) -> Path:
-        """This machine's cache."""
-        return cache_of(self.limit).folder
-
-    def here(self) -> frozenset[str]:
-        """The names of everything in this machine's cache."""
-        return cache_of(self.limit).names()
 
     def held(
         self, store: str, fetching: Callable[[], AbstractContextManager[Progress]], patience: float = 0.0
@@ -332,7 +317,7 @@ class RemoteStores:
             with fetching() as progress:
                 pull(store, path, progress=progress, admit=admit)
 
-        return cache_of(self.limit, patience).holding(self._key(store), fill)
+        return self.cache(patience).holding(self._key(store), fill)
 
     def _key(self, store: str) -> str:
         # The URL identifies the document's bytes, the header what a prefill makes of them.

@@ -156,14 +156,8 @@ def check_room(partial: Path, needed: int) -> None:
 
 def _fetch(bucket: Bucket, item: Item, parts: Path, meter: Meter) -> bool:
     """Fetch one object to its place; whether its checksum matches."""
-    digest = hashlib.sha256()
     part_file = parts / hashlib.sha256(item.key.encode()).hexdigest()
-    with open(part_file, "wb") as file:
-        for part in bucket.parts(item.key, item.size):
-            digest.update(part)
-            file.write(part)
-            meter.add(len(part))
-    if digest.hexdigest() != item.sha256:
+    if bucket.fetch(item.key, item.size, part_file, meter.add) != item.sha256:
         part_file.unlink()
         return False
     item.path.parent.mkdir(parents=True, exist_ok=True)

@@ -74,14 +74,7 @@ def _claimed(bucket: Bucket, seal: bytes) -> Iterator[bool]:
     """
     with _alone(bucket):
         claim = f"{bucket.name}/{CLAIM}"
-        while not (ours := bucket.create(claim, seal)):
-            if (other := bucket.read(claim)) == seal:
-                break
-            if other is not None:
-                raise StoreExists(
-                    f"Another store is being pushed to {bucket.url}, or its push was interrupted: "
-                    "choose another URL, or remove what lies there first."
-                )
+        ours = claimed(bucket, seal, "store", "choose another URL, or remove what lies there first")
         there = bucket.read(f"{bucket.name}/{SEAL}")
         foreign = ours and there is None and bucket.objects(bucket.name).keys() - {CLAIM}
         if foreign or there not in (None, seal):
@@ -92,6 +85,19 @@ def _claimed(bucket: Bucket, seal: bytes) -> Iterator[bool]:
         if bucket.folder:
             _sweep(bucket.folder, Path("/", bucket.indexes))
         bucket.remove(claim)
+
+
+def claimed(bucket: Bucket, who: bytes, what: str, way_out: str) -> bool:
+    """Put the claim of a push; False where it is there already. `StoreExists` where another one is."""
+    claim = f"{bucket.name}/{CLAIM}"
+    while not (ours := bucket.create(claim, who)):
+        if (other := bucket.read(claim)) == who:
+            break
+        if other is not None:
+            raise StoreExists(
+                f"Another {what} is being pushed to {bucket.url}, or its push was interrupted: {way_out}."
+            )
+    return ours
 
 
 def _taken(bucket: Bucket) -> StoreExists:

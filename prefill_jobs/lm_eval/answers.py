@@ -81,6 +81,11 @@ class Scoring(NamedTuple):
     context: Tokens
     continuation: Sequence[int]
 
+    @property
+    def most(self) -> int:
+        """The tokens of the continuation."""
+        return len(self.continuation)
+
 
 class Writing(NamedTuple):
     """Write what follows the `context`: at most `most` tokens, up to a stop string. `asked`: other arguments
@@ -228,16 +233,16 @@ def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield some
 
 
+@dataclass(frozen=True)
 class Stores:
     """Prefixes as stores of one model, prefilled with the same `settings`, asked by `config`. `folder`: where
     they are kept for later runs; None for a temporary one, from which each is removed after use.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, config: EngineConfig, folder: Path | None):
-        self.loaded = loaded
-        self.settings = settings
-        self.config = config
-        self.folder = folder
+    loaded: LoadedModel
+    settings: Settings
+    config: EngineConfig
+    folder: Path | None
 
     @contextmanager
     def behind(

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -39,7 +39,6 @@ from offload_decode.models.made_with import made_with
 from offload_decode.models.prompt import TemplateRefuses, rendered
 from offload_decode.prefill_jobs.job import Settings as Prefilling
 from offload_decode.prefill_jobs.lm_eval.answers import (
-    Score,
     Scoring,
     Stores,
     Tokens,
@@ -57,7 +56,9 @@ MAX_GEN_TOKS = 256
 
 logger = logging.getLogger("lm_eval.offload_decode")  # only loggers below lm-eval's are shown
 
-Run = Callable[[Conversation, int, list[int]], Iterator[tuple[int, Any]]]
+R = TypeVar("R", bound=Scoring | Writing)
+T = TypeVar("T")
+Run = Callable[[Conversation, int, Sequence[R], int], Iterator[tuple[int, T]]]
 
 _PREFILL = "prefill_"
 _NUMBERS = ("min_prefix", "question_tokens", "batch_size", "max_length", "prefix_token_id")
@@ -245,15 +246,9 @@ class OffloadDecodeLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Scores of (text, tokens of the context, tokens of the continuation), in their order."""
         scorings = [Scoring(*self._cut(context, continuation)) for _, context, continuation in requests]
-
-        def run(start: Conversation, stored: int, places: list[int]) -> Iterator[tuple[int, Score]]:
-            return scores(start, stored, [scorings[place] for place in places], self.settings.batch_size)
-
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        contexts = [scoring.context for scoring in scorings]
-        following = [len(scoring.continuation) for scoring in scorings]
-        for place, score in self._run("loglikelihood", contexts, following, run, disable_tqdm):
-            results[place] = tuple(score)
+        for place, score in self._run("loglikelihood", scorings, scores, disable_tqdm):
+            results[place] = score.logprob, score.greedy
             if (text := requests[place][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", text, results[place])
         return results
@@ -296,14 +291,8 @@ class OffloadDecodeLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers up to the first stop string of each."""
         writings = [self._writing(*request.args) for request in requests]
-
-        def run(start: Conversation, stored: int, places: list[int]) -> Iterator[tuple[int, list[int]]]:
-            return answers(start, stored, [writings[place] for place in places], self.settings.batch_size)
-
         results = [""] * len(requests)
-        contexts = [writing.context for writing in writings]
-        following = [writing.most for writing in writings]
-        for place, tokens in self._run("generate_until", contexts, following, run, disable_tqdm):
+        for place, tokens in self._run("generate_until", writings, answers, disable_tqdm):
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             results[place] = postprocess_generated_text(text, list(writings[place].stops), None)
             self.cache_hook.add_partial("generate_until", requests[place].args, results[place])
@@ -333,23 +322,25 @@ class OffloadDecodeLM(TemplateLM):
             most = asked.pop("max_length") - min(len(tokens), room)
         return Writing(np.array(tokens[-room:], np.int32), most, [stop for stop in stops if stop], asked)
 
-    def _run(
-        self, what: str, contexts: Sequence[Tokens], following: Sequence[int], run: Run, quiet: bool
-    ) -> Iterator[tuple[int, Any]]:
-        """Each context's number with the result of `run`, prefix by prefix."""
-        with tqdm(total=len(contexts), desc=f"Running {what} requests", disable=quiet) as bar:
-            for stored, places in self._groups(contexts, following):
-                prefix = contexts[places[0]][:stored]
-                most = max(len(contexts[place]) - stored + following[place] for place in places)
+    def _run(self, what: str, requests: Sequence[R], run: Run[R, T], quiet: bool) -> Iterator[tuple[int, T]]:
+        """The number of each request with the result of `run`, prefix by prefix."""
+        with tqdm(total=len(requests), desc=f"Running {what} requests", disable=quiet) as bar:
+            for stored, places in self._groups(requests):
+                own = [requests[place] for place in places]
+                following = max(len(one.context) + one.most for one in own) - stored
 
                 def show(done: int, total: int = stored) -> None:
                     bar.set_postfix_str(f"prefill {done:,} of {total:,} tokens" if done < total else "")
 
-                with self._stores.behind(prefix, most, show) as start:
-                    for number, result in run(start, stored, places):
+                with self._stores.behind(own[0].context[:stored], following, show) as start:
+                    for number, result in run(start, stored, own, self.settings.batch_size):
                         yield places[number], result
                         bar.update()
-                self._count(stored, [len(contexts[place]) - stored for place in places])
+                self._counts["behind_stores" if stored else "bare"] += len(own)
+                if stored:
+                    self._counts["stores"] += 1
+                    self._counts["stored_tokens"] += stored * len(own)
+                    self._counts["following_tokens"] += sum(len(one.context) - stored for one in own)
         logger.info(
             "%s of %s requests were answered from stores (%s of them), the others by the bare model.",
             self._counts["behind_stores"],
@@ -357,25 +348,16 @@ class OffloadDecodeLM(TemplateLM):
             self._counts["stores"],
         )
 
-    def _groups(
-        self, contexts: Sequence[Tokens], following: Sequence[int]
-    ) -> Iterator[tuple[int, list[int]]]:
+    def _groups(self, requests: Sequence[Scoring | Writing]) -> Iterator[tuple[int, list[int]]]:
         # Where rotations depend on the length of the whole text, only texts with the same ones share keys.
         alike: dict[Any, list[int]] = {}
-        for place, (context, more) in enumerate(zip(contexts, following, strict=True)):
-            alike.setdefault(self.loaded.lengths.chosen(0, len(context) + more), []).append(place)
+        for place, one in enumerate(requests):
+            length = len(one.context) + one.most
+            alike.setdefault(self.loaded.lengths.chosen(0, length), []).append(place)
         for places in alike.values():
-            own = [contexts[place] for place in places]
+            own = [requests[place].context for place in places]
             for group in groups(own, self.settings.min_prefix, self.settings.question_tokens):
                 yield group.stored, [places[member] for member in group.members]
-
-    def _count(self, stored: int, following: list[int]) -> None:
-        kind = "behind_stores" if stored else "bare"
-        self._counts[kind] += len(following)
-        if stored:
-            self._counts["stores"] += 1
-            self._counts["stored_tokens"] += stored * len(following)
-            self._counts["following_tokens"] += sum(following)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside the results: the model, the settings, and how much was answered from

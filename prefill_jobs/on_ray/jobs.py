@@ -24,7 +24,7 @@ from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
 from offload_decode.prefill_jobs.many import OF_ONE, Job, Results, Texts, Watch, read_all
 from offload_decode.prefill_jobs.on_ray.pool import Lost, Pool, TaskProgress, pool_of
-from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker, after_the_lost, installed
+from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker, installed
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,8 @@ class Prefiller(Worker):
 
     def run(self, task: Texts) -> PrefillReport:
         """One corpus to its store."""
-        return after_the_lost(lambda: self._prefill(task))
-
-    def _prefill(self, texts: Texts) -> PrefillReport:
-        work = prepare(self.loaded, texts.documents, self.setup.settings, texts.skipped)
-        place = destination_of(texts.store, self.setup.staging)
+        work = prepare(self.loaded, task.documents, self.setup.settings, task.skipped)
+        place = destination_of(task.store, self.setup.staging)
         return settled(work, place) or make(self.loaded, work, place, self._note)
 
     def _note(self, stage: str, done: int, total: int) -> None:
@@ -156,9 +153,7 @@ class Indexer(Worker):
     def run(self, task: StoreToIndex) -> BuildReport:
         """The indexes of a store."""
         path, own = Path(task.store), self.setup
-        return after_the_lost(
-            lambda: build_indexes(path, own.kind, recall=own.recall, k=own.k, progress=self._note)
-        )
+        return build_indexes(path, own.kind, recall=own.recall, k=own.k, progress=self._note)
 
 
 Indexed = dict[int, BuildReport | OffloadDecodeError]

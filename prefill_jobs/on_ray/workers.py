@@ -11,10 +11,10 @@ import os
 import platform
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from offload_decode.common.errors import (
     BucketError,
@@ -43,8 +43,6 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # else it reports lost workers on stdout
 }
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -149,6 +147,7 @@ class Worker(ABC):
     def __init__(self, stores: Sequence[str] = (), remote: RemoteStores | None = None) -> None:
         self.stores, self.remote = stores, remote
         self.ready = False
+        self.replaces_lost = False
         self._progress = (0, 0)
         self._failed = 0
         self._by_name = {remote.name(store): store for store in stores} if remote else {}
@@ -165,7 +164,7 @@ class Worker(ABC):
         """The stores on this machine."""
         if self.remote is None:
             return frozenset(filter(os.path.exists, self.stores))
-        return frozenset(self._by_name[name] for name in self.remote.here() if name in self._by_name)
+        return frozenset(self._by_name[name] for name in self.remote.cache().names() if name in self._by_name)
 
     def load(self) -> Reply:
         """`begin`, then the stores on this machine. A worker in place of a lost one is not asked to; one that
@@ -188,17 +187,28 @@ class Worker(ABC):
     def do(self, task: Any) -> Reply:
         """The result of a task; `TryAgain` where its store could not be fetched."""
         self._progress = (0, 0)
+        self.replaces_lost |= not self.ready
         loaded = Reply() if self.ready else self.load()
         if loaded.result is not None:
             lasting = not isinstance(loaded.result, BucketError)
             return loaded if lasting else Reply(TryAgain(loaded.result))
         if loaded.stores is not None and self.stores and not self.remote and task.store not in loaded.stores:
             return loaded
-        try:
-            result = self.run(task)
-        except (OffloadDecodeError, TryAgain) as problem:
-            result = problem
+        result = self._result(task)
         return Reply(result, self.here() if self.remote else loaded.stores)
+
+    def _result(self, task: Any) -> Any:
+        """A lost worker may still hold a lock, for which the one in its place waits."""
+        deadline = time.monotonic() + (_LOCK_S if self.replaces_lost else 0)
+        while True:
+            try:
+                return self.run(task)
+            except StoreBusy as error:
+                if time.monotonic() > deadline:
+                    return error
+                time.sleep(POLL_S)
+            except (OffloadDecodeError, TryAgain) as problem:
+                return problem
 
     def progress(self) -> tuple[int, int]:
         """How much of the running task is done, and of how much; asked from another thread."""
@@ -212,7 +222,7 @@ class Worker(ABC):
             return
         with ExitStack() as stack:
             try:
-                with surfaced(self.remote.folder, "what was fetched", "batch"):
+                with surfaced(self.remote.cache().folder, "what was fetched", "batch"):
                     path = stack.enter_context(self.remote.held(store, self._fetching, PATIENCE_S))
             except (BucketError, StoreError, DoesNotFit) as error:
                 if isinstance(error, StoreError) and type(error) is not StoreError:
@@ -233,23 +243,3 @@ class Worker(ABC):
 
 def _on_this_machine(error: OffloadDecodeError) -> OffloadDecodeError:
     return type(error)(f"on the machine {platform.node()}: {error}")
-
-
-def after_the_lost(work: Callable[[], Result]) -> Result:
-    """In a worker: what `work` returns. A worker in place of a lost one waits for the lock that this may
-    still hold; any other raises `StoreBusy` at once.
-    """
-    deadline = time.monotonic() + (_LOCK_S if is_second_try() else 0)
-    while True:
-        try:
-            return work()
-        except StoreBusy:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(POLL_S)
-
-
-def is_second_try() -> bool:
-    """In a worker: whether it was started in place of a lost one."""
-    context = importlib.import_module("ray").get_runtime_context()
-    return bool(context.was_current_actor_reconstructed)

@@ -74,11 +74,15 @@ def test_errors_of_a_store_are_returned(store: Path, tmp_path: Path) -> None:
     assert isinstance(worker.do(QuestionBatch(str(store), ("Why?",))).result, list), "another one goes on"
 
 
+def write_questions(folder: Path, questions: list[dict[str, Any]]) -> Path:
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    return path
+
+
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    return path
+    return write_questions(tmp_path, QUESTIONS)
 
 
 def batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
@@ -88,6 +92,10 @@ def batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sorted_lines(path: Path) -> list[str]:
+    return sorted(json.dumps(line, sort_keys=True) for line in lines_of(path))
 
 
 def test_a_batch_writes_answers_in_order_of_arrival_and_names_failures(
@@ -182,8 +190,4 @@ def test_workers_killed_at_random_and_a_machine_that_goes(
     assert again.err == f"{out}: 0 answers, {STORES * len(QUESTIONS)} there already\n"
     plain = tmp_path / "plain.jsonl"
     assert batch(questions, plain, *stores).code == 0
-
-    def told(path: Path) -> list[str]:
-        return sorted(json.dumps(line, sort_keys=True) for line in lines_of(path))
-
-    assert told(out) == told(plain), "nothing lost, nothing twice"
+    assert sorted_lines(out) == sorted_lines(plain), "nothing lost, nothing twice"

@@ -26,7 +26,7 @@ from offload_decode.prefill_jobs.on_ray import asking, workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, TryAgain
 from tests.cli.conftest import Ran, refused, run
-from tests.cli.test_batch_on_ray import lines_of
+from tests.cli.test_batch_on_ray import lines_of, sorted_lines, write_questions
 from tests.prefill_jobs.test_ray import descendants
 
 
@@ -213,9 +213,7 @@ QUESTIONS = [{"question": f"Which word is word {n}?", "id": n} for n in range(4)
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    return path
+    return write_questions(tmp_path, QUESTIONS)
 
 
 def batch(url: str, questions: Path, out: Path, *options: str) -> Ran:
@@ -263,11 +261,8 @@ def test_three_workers_one_of_which_is_killed(
             os.kill(workers[0], signal.SIGKILL)
 
     monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_kill)
-    out, plain, three = (
-        tmp_path / "out.jsonl",
-        tmp_path / "plain.jsonl",
-        ("--workers", "ray", "--worker-count", "3"),
-    )
+    out, plain = tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
+    three = ("--workers", "ray", "--worker-count", "3")
     ran = batch(url, questions, out, *three)
     assert ran.code == 0, ran.err
     assert killed
@@ -276,11 +271,7 @@ def test_three_workers_one_of_which_is_killed(
     asked = 3 * len(QUESTIONS)
     assert batch(url, questions, out, *three).err == f"{out}: 0 answers, {asked} there already\n"
     assert batch(url, questions, plain).code == 0
-
-    def told(path: Path) -> list[str]:
-        return sorted(json.dumps(line, sort_keys=True) for line in lines_of(path))
-
-    assert told(out) == told(plain), "nothing lost, nothing twice"
+    assert sorted_lines(out) == sorted_lines(plain), "nothing lost, nothing twice"
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import pytest
 
 from offload_decode.common.errors import OffloadDecodeError, UnknownIndex
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
-from offload_decode.prefill_jobs.on_ray import workers
 from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, StoreToIndex, indexed
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
 from offload_decode.prefill_jobs.on_ray.workers import Reply
@@ -25,11 +24,6 @@ from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_ray import descendants
 
 Copy = Callable[[str], Path]
-
-
-@pytest.fixture(autouse=True)
-def _first_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "is_second_try", lambda: False)
 
 
 def indexes_of(store: Path) -> dict[str, bytes]:

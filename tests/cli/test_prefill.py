@@ -163,18 +163,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_patterns_choose_files_and_skipped_ones_are_named(home: Path, folder: Path, tmp_path: Path) -> None:
-    args = [
-        "prefill",
-        folder,
-        "--model",
-        home / "model",
-        "--glob",
-        "*.md",
-        "--glob",
-        "*.txt",
-        "--exclude",
-        "b.*",
-    ]
+    patterns = ("--glob", "*.md", "--glob", "*.txt", "--exclude", "b.*")
+    args = ["prefill", folder, "--model", home / "model", *patterns]
     ran = run(*args, "--out", tmp_path / "s.kv", "--json")
     assert ran.code == 0, ran
     assert [one.name for one in KVStore.open(tmp_path / "s.kv").documents] == ["a.md", "docs/c.md"]

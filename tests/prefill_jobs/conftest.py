@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_atte
 
 @pytest.fixture(scope="session")
 def runner() -> Iterator[Runner]:
-    with Runner() as started:
+    with closing(Runner()) as started:
         yield started
 
 

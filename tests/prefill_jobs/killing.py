@@ -23,8 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CHUNK_ROWS = 256
@@ -63,7 +62,7 @@ class Ran:
 
 
 class Runner:
-    """Runs commands in forks of a process that has everything imported; used as a context manager."""
+    """Runs commands in forks of a process that has everything imported, until it is closed."""
 
     def __init__(self) -> None:
         prefix = next((each for each in _NAMESPACES if _works([*each, "sh", "-c", _MOUNT])), None)
@@ -106,14 +105,6 @@ class Runner:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -243,6 +234,15 @@ def kill_at_steps(job: Job, steps: Iterable[int]) -> list[int]:
     return spoilt
 
 
+def told(ran: Ran) -> str:
+    """The one sentence of a run that failed."""
+    assert (ran.code, ran.out) == (1, ""), ran
+    assert ran.err.startswith("error: "), ran
+    assert ran.err.count("\n") == 1, ran
+    assert "unexpected" not in ran.err, ran
+    return ran.err
+
+
 def stage(store: Path) -> str:
     """How far a job had come, by what it left on the disk."""
     partial = store.with_name(store.name + ".partial")
@@ -300,9 +300,6 @@ def _import_all() -> None:
         "transformers.models.gemma2",
         "offload_decode.cli.main",
         "offload_decode.prefill_jobs.job",
-    ):
-        importlib.import_module(module)
-    for module in (
         "offload_decode.prefill_jobs.append",
         "offload_decode.prefill_jobs.indexing",
         "offload_decode.cli.bus_error",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.prefill_jobs import killing
-from tests.prefill_jobs.killing import PAGE, Disk, Ran, Runner, tree
+from tests.prefill_jobs.killing import PAGE, Disk, Runner, told, tree
 
 TEXTS = {name: f"{name} is {number}, and " * (6 + 3 * number) for number, name in enumerate("abcd")}
 CHUNK = ("-o", "chunk=64")
@@ -22,8 +22,8 @@ Tree = dict[str, bytes]
 @dataclass
 class Appends:
     """Two appends to a store and its index: `home` has their corpora `c` and `d`, `begun` the store, `trees`
-    what
-    its folder holds before and after each, and `steps` the changes of the file system that each makes.
+    what its
+    folder holds before and after each, and `steps` the changes of the file system that each makes.
     """
 
     runner: Runner
@@ -123,14 +123,6 @@ def test_an_empty_folder_of_a_killed_append_is_removed(appends: Appends, tmp_pat
     (tmp_path / "store.kv.partial").mkdir()
     assert appends.runner.run(appends.command(tmp_path, 0)).code == 0, "nothing is new"
     assert tree(tmp_path) == appends.trees[1]
-
-
-def told(ran: Ran) -> str:
-    """The one sentence of a run that failed."""
-    assert (ran.code, ran.out) == (1, ""), ran
-    assert ran.err.startswith("error: "), ran
-    assert ran.err.count("\n") == 1, ran
-    return ran.err
 
 
 def test_on_a_disk_that_fills_up(appends: Appends, tmp_path: Path) -> None:

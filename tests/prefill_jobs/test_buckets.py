@@ -43,6 +43,11 @@ from tests.store.jobs import FULL, SLIDING, make_job, tree
 BUCKET = "bucket"
 
 
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch) -> None:
+    clear(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory) -> Path:
     """`a.kv` with indexes beside it, `b.kv` of other keys, and `big.kv` with objects of several parts."""
@@ -95,7 +100,6 @@ def place(request, monkeypatch, tmp_path) -> Iterator[str]:
             use_google(monkeypatch, service.url)
             yield f"gs://{BUCKET}/x y.kv"
     else:
-        clear(monkeypatch)
         yield f"file://{tmp_path}/made/x%20y.kv"
 
 
@@ -136,7 +140,7 @@ def indexes(store: Path) -> dict[str, bytes]:
 # --- what comes back
 
 
-def test_push_and_pull_give_the_same_store_and_indexes(place, stores, tmp_path):
+def test_push_and_pull_give_the_same_store_and_indexes_and_keep_what_is_there(place, stores, tmp_path):
     assert not buckets.exists(place)
     pushed = buckets.push(stores / "a.kv", place)
     assert buckets.exists(place)
@@ -152,13 +156,8 @@ def test_push_and_pull_give_the_same_store_and_indexes(place, stores, tmp_path):
 
     again = buckets.push(stores / "a.kv", place)
     assert (again.files, again.skipped_files, again.skipped_bytes) == (0, files, pushed.bytes)
-
-
-def test_a_store_that_is_there_already_is_kept(place, stores, tmp_path):
-    buckets.push(stores / "a.kv", place)
-    first = buckets.pull(place, tmp_path / "back.kv")
     again = buckets.pull(place, tmp_path / "back.kv")
-    assert (again.files, again.skipped_files, again.skipped_bytes) == (0, first.files, first.bytes)
+    assert (again.files, again.skipped_files, again.skipped_bytes) == (0, files, pulled.bytes)
 
 
 @pytest.mark.parametrize("change", ["a file", "an index", "the list", "one more index"])
@@ -192,19 +191,13 @@ def test_the_bucket_holds_the_tree_of_the_store(s3, url, stores):
     assert listed == [f"{hashlib.sha256(there[name]).hexdigest()}  {name}" for name in sorted(there)]
 
 
-def test_a_folder_that_was_pushed_to_is_a_store(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
+def test_a_folder_that_was_pushed_to_is_a_store_that_sha256sum_can_check(stores, tmp_path):
     buckets.push(stores / "a.kv", f"file://{tmp_path}/a.kv")
     assert same(stores / "a.kv", tmp_path / "a.kv")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kv", "a.kv.indexes"]
-
-
-def test_the_lists_of_checksums_are_read_by_sha256sum(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
-    buckets.push(stores / "a.kv", f"file://{tmp_path}/bucket/a.kv")
     for folder in ("a.kv", "a.kv.indexes"):
         check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
-        subprocess.run(check, cwd=tmp_path / "bucket" / folder, check=True)
+        subprocess.run(check, cwd=tmp_path / folder, check=True)
 
 
 def test_indexes_that_are_built_later_follow(s3, url, stores, tmp_path):
@@ -327,8 +320,7 @@ def test_push_killed_in_an_object_of_several_parts_resumes(s3, url, stores, tmp_
     assert same(stores / "big.kv", tmp_path / "back.kv")
 
 
-def test_a_push_into_a_folder_leaves_nothing_half_written(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
+def test_a_push_into_a_folder_leaves_nothing_half_written(stores, tmp_path):
     url, target = f"file://{tmp_path}/big.kv", tmp_path / "big.kv"
     killed(lambda: any(target.rglob("*#*")) or (target / "layers").exists(), "push", stores / "big.kv", url)
     (target / "layers" / "000" / "keys").mkdir(parents=True, exist_ok=True)
@@ -403,8 +395,7 @@ def test_an_object_of_the_right_size_and_unknown_content_is_sent_again(s3, url, 
     assert objects(s3, url)["/tokens/c.0"] == right
 
 
-def test_a_changed_file_of_a_folder_is_sent_again(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
+def test_a_changed_file_of_a_folder_is_sent_again(stores, tmp_path):
     buckets.push(stores / "a.kv", f"file://{tmp_path}/a.kv")
     file = tmp_path / "a.kv" / "tokens" / "c.0"
     file.write_bytes(bytes(file.stat().st_size))
@@ -424,54 +415,48 @@ def test_a_damaged_store_is_not_pushed(s3, url, stores, tmp_path):
     assert not buckets.exists(url)
 
 
+@pytest.fixture
+def bad(stores, tmp_path) -> Path:
+    """A store in a folder that a stranger may write to."""
+    return Path(shutil.copytree(stores / "a.kv", tmp_path / "bad.kv"))
+
+
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "a//b", "a/./b"])
-def test_a_list_cannot_name_files_elsewhere(monkeypatch, stores, tmp_path, name):
-    clear(monkeypatch)
-    place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
-    (place / SUMS).write_bytes(render({name: "0" * 64}))
-    (place / SEAL).write_bytes(seal_of((place / SUMS).read_bytes()))
+def test_a_list_cannot_name_files_elsewhere(bad, tmp_path, name):
+    (bad / SUMS).write_bytes(render({name: "0" * 64}))
+    (bad / SEAL).write_bytes(seal_of((bad / SUMS).read_bytes()))
     with pytest.raises(StoreDamaged, match="not the list of a store"):
-        buckets.pull(f"file://{place}", tmp_path / "deep" / "back.kv")
+        buckets.pull(f"file://{bad}", tmp_path / "deep" / "back.kv")
 
 
-def test_a_list_without_end_is_not_read(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
-    place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
-    os.truncate(place / SUMS, 1 << 34)
+def test_lists_without_end_or_of_another_store_are_refused(bad, stores, tmp_path):
+    shutil.copy(stores / "b.kv" / SUMS, bad / SUMS)
+    with pytest.raises(StoreDamaged, match="do not belong together"):
+        buckets.pull(f"file://{bad}", tmp_path / "back.kv")
+    os.truncate(bad / SUMS, 1 << 34)
     with pytest.raises(StoreDamaged, match="more bytes than a store needs"):
-        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+        buckets.pull(f"file://{bad}", tmp_path / "back.kv")
 
 
 @pytest.mark.parametrize("name", [SUMS, SEAL, "zarr.json", "layers/000/keys/c.0.0.0"])
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_pipes_in_a_folder_never_block(monkeypatch, stores, tmp_path, name, kind):
-    """In a folder that a stranger may write to: a pipe would keep its reader waiting for ever."""
-    clear(monkeypatch)
-    place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
-    (place / name).unlink()
-    os.mkfifo(place / name) if kind == "pipe" else (place / name).symlink_to("/dev/zero")
+def test_pipes_in_a_folder_never_block(bad, stores, tmp_path, name, kind):
+    """A pipe would keep its reader waiting for ever."""
+    (bad / name).unlink()
+    os.mkfifo(bad / name) if kind == "pipe" else (bad / name).symlink_to("/dev/zero")
     with pytest.raises(StoreDamaged) as raised:
-        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+        buckets.pull(f"file://{bad}", tmp_path / "back.kv")
     assert "\n" not in str(raised.value)
     if name in (SUMS, SEAL):
         with pytest.raises(StoreDamaged, match="not a plain file: remove it"):
-            buckets.push(stores / "a.kv", f"file://{place}")
+            buckets.push(stores / "a.kv", f"file://{bad}")
     else:  # which puts a file there
-        buckets.push(stores / "a.kv", f"file://{place}")
-        buckets.pull(f"file://{place}", tmp_path / "back.kv")
-
-
-def test_lists_that_do_not_belong_together(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
-    place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
-    shutil.copy(stores / "b.kv" / SUMS, place / SUMS)
-    with pytest.raises(StoreDamaged, match="do not belong together"):
-        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+        buckets.push(stores / "a.kv", f"file://{bad}")
+        buckets.pull(f"file://{bad}", tmp_path / "back.kv")
 
 
 def test_too_little_memory_for_obstore_is_an_error(monkeypatch, stores, tmp_path):
     """Without them obstore would wait for ever."""
-    clear(monkeypatch)
     monkeypatch.setattr(buckets.bucket, "room", lambda: buckets.bucket.LEAST_ROOM - 1)
     with pytest.raises(DoesNotFit, match="63 MiB: raise"):
         buckets.push(stores / "a.kv", f"file://{tmp_path}/a.kv")
@@ -501,8 +486,7 @@ def test_a_push_that_another_store_began_is_refused(s3, url, stores):
     buckets.push(stores / "a.kv", url)
 
 
-def test_objects_that_are_no_store_are_left_alone(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
+def test_objects_that_are_no_store_are_left_alone(stores, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     for refused in (lambda url: buckets.push(stores / "a.kv", url), buckets.check_writable):
@@ -529,29 +513,19 @@ def at_once(*calls: Callable[[], object]) -> list[object]:
     return results
 
 
-def test_two_pushers_of_one_store(s3, url, stores, tmp_path):
-    s3.delay = 0.005
-    both = at_once(*2 * [lambda: buckets.push(stores / "a.kv", url)])
-    assert all(isinstance(moved, buckets.Transfer) for moved in both), both
-    s3.delay = 0.0
+@pytest.mark.parametrize("other", ["a.kv", "b.kv"])
+def test_of_two_pushers_both_put_one_store_or_one_puts_its_own(s3, url, stores, tmp_path, other):
+    s3.delay, names = 0.005, ["a.kv", other]
+    both = at_once(*(lambda name=name: buckets.push(stores / name, url) for name in names))
+    s3.delay, pushed = 0.0, [isinstance(moved, buckets.Transfer) for moved in both]
+    assert pushed.count(True) == (2 if other == "a.kv" else 1), both
+    assert all(isinstance(moved, buckets.Transfer | StoreExists) for moved in both), both
     buckets.pull(url, tmp_path / "back.kv")
-    assert same(stores / "a.kv", tmp_path / "back.kv")
+    assert same(stores / names[pushed.index(True)], tmp_path / "back.kv")
     assert "/PUSHING" not in objects(s3, url)
 
 
-def test_two_pushers_of_different_stores(s3, url, stores, tmp_path):
-    s3.delay = 0.005
-    names = ["a.kv", "b.kv"]
-    both = at_once(*(lambda name=name: buckets.push(stores / name, url) for name in names))
-    assert sorted(type(result).__name__ for result in both) == ["StoreExists", "Transfer"]
-    s3.delay = 0.0
-    buckets.pull(url, tmp_path / "back.kv")
-    winner = names[isinstance(both[1], buckets.Transfer)]
-    assert same(stores / winner, tmp_path / "back.kv")
-
-
-def test_a_folder_is_pushed_to_once_at_a_time(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
+def test_a_folder_is_pushed_to_once_at_a_time(stores, tmp_path):
     with locked(tmp_path / "a.kv.pushing"), pytest.raises(StoreBusy):
         buckets.push(stores / "a.kv", f"file://{tmp_path}/a.kv")
 
@@ -564,7 +538,6 @@ def test_a_store_is_pulled_once_at_a_time(s3, url, stores, tmp_path):
 
 def test_leftovers_of_a_pull_killed_at_its_end_are_removed(monkeypatch, stores, tmp_path):
     """It had given the store its name, and had its own folder still."""
-    clear(monkeypatch)
     back = tmp_path / "back.kv"
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     buckets.pull(f"file://{stores / 'a.kv'}", back)
@@ -575,15 +548,10 @@ def test_leftovers_of_a_pull_killed_at_its_end_are_removed(monkeypatch, stores, 
     assert same(stores / "a.kv", back)
 
 
-def test_two_processes_pull_one_store(monkeypatch, stores, tmp_path):
+def test_two_processes_pull_one_store(stores, tmp_path):
     """One of them has it, and the other is told."""
-    clear(monkeypatch)
     buckets.push(stores / "big.kv", f"file://{tmp_path}/far.kv")
-    command = (
-        "import sys; from pathlib import Path; from offload_decode.prefill_jobs import buckets; "
-        "buckets.pull(sys.argv[1], Path(sys.argv[2]))"
-    )
-    given = [sys.executable, "-c", command, f"file://{tmp_path}/far.kv", str(tmp_path / "back.kv")]
+    given = [sys.executable, "-c", RUN, "pull", f"file://{tmp_path}/far.kv", str(tmp_path / "back.kv")]
     both = [
         subprocess.Popen(given, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -699,8 +667,7 @@ def test_sentences_for_google(monkeypatch, stores):
         assert "set GOOGLE_APPLICATION_CREDENTIALS" in refusal(lambda: buckets.exists(f"gs://{BUCKET}/x"))
 
 
-def test_a_folder_that_cannot_be_made(monkeypatch, stores, tmp_path):
-    clear(monkeypatch)
+def test_a_folder_that_cannot_be_made(stores, tmp_path):
     (tmp_path / "file").touch()
     assert "Not a directory" in refusal(
         lambda: buckets.push(stores / "a.kv", f"file://{tmp_path}/file/x.kv"), OffloadDecodeError

@@ -108,11 +108,12 @@ def test_a_store_inside_its_corpus_does_not_become_part_of_it(tmp_path: Path) ->
         "s.kv/zarr.json": b"{}",
         "s.kv/layers/zarr.json": b"{}",
         "t.kv.partial/progress.json": b"{}",
+        "u.partial/lock": b"",
         "s.kv.indexes/flat/layer-000-head-000.json": b"{}",
     }
     documents, skipped = read_corpus(str(_write(tmp_path, {"a.txt": b"a"} | stores)))
     assert [document.name for document in documents] == ["a.txt"]
-    assert [one.name for one in skipped] == ["s.kv", "s.kv.indexes", "t.kv.partial"]
+    assert [one.name for one in skipped] == ["s.kv", "s.kv.indexes", "t.kv.partial", "u.partial"]
 
 
 @pytest.mark.parametrize("name", ["half.partial", "book.indexes", "a.partial.d"])
@@ -120,21 +121,6 @@ def test_a_folder_that_is_only_named_like_a_part_of_a_store_is_read(tmp_path: Pa
     documents, skipped = read_corpus(str(_write(tmp_path, {f"{name}/a.txt": b"a", "book/b.txt": b"b"})))
     assert f"{name}/a.txt" in [document.name for document in documents]
     assert skipped == []
-
-
-@pytest.mark.parametrize("kept", ["lock", "progress.json"])
-def test_a_store_that_is_being_written_is_skipped(tmp_path: Path, kept: str) -> None:
-    _, skipped = read_corpus(str(_write(tmp_path, {"a.txt": b"a", f"s.partial/{kept}": b"{}"})))
-    assert [one.name for one in skipped] == ["s.partial"]
-
-
-def test_a_link_to_a_folder_is_not_followed_but_reported(tmp_path: Path) -> None:
-    _write(tmp_path, {"corpus/deep/a.txt": b"a", "outside/b.txt": b"b"})
-    (tmp_path / "corpus" / "deep" / "up").symlink_to(tmp_path / "corpus", target_is_directory=True)
-    (tmp_path / "corpus" / "other").symlink_to(tmp_path / "outside", target_is_directory=True)
-    documents, skipped = read_corpus(str(tmp_path / "corpus"))
-    assert [document.name for document in documents] == ["deep/a.txt"]
-    assert skipped == [(name, "it is a link to a folder") for name in ("deep/up", "other")]
 
 
 def test_a_folder_without_readable_text_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from offload_decode.common.errors import StoreError
 from tests.prefill_jobs import killing
-from tests.prefill_jobs.killing import PAGE, Disk, Ran, Runner, tree
+from tests.prefill_jobs.killing import PAGE, Disk, Runner, told, tree
 from tests.store.jobs import make_job
 
 KINDS = ("clusters", "flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
@@ -46,15 +46,6 @@ def committed(disk: Disk) -> int:
 
 def prefill(inputs: Path, store: Path) -> list[str]:
     return killing.prefill(inputs / "corpus.txt", inputs / "model", store, "-o", "chunk=32")
-
-
-def told(ran: Ran) -> str:
-    """The one sentence of a run that failed."""
-    assert (ran.code, ran.out) == (1, ""), ran
-    assert ran.err.startswith("error: "), ran
-    assert ran.err.count("\n") == 1, ran
-    assert "unexpected" not in ran.err, ran
-    return ran.err
 
 
 def fill(runner: Runner, disk: Disk, inputs: Path, unbroken: dict[str, bytes], room: int) -> int | None:

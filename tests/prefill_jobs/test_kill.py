@@ -77,6 +77,7 @@ def test_a_killed_index_takes_nothing_away(runner: Runner, inputs: Path, tmp_pat
     store, questions = tmp_path / "store.kv", tmp_path / "questions.jsonl"
     questions.write_text('{"question": "What is it?"}\n')
     model = ["--model", str(inputs / "model"), "--max-new-tokens", "2"]
+    asked = ["--questions", str(questions), *model]
     assert runner.run(killing.prefill(inputs / "corpus.txt", inputs / "model", store)).code == 0
     build = killing.index(store, "clusters")
     steps, folder = runner.run(build).steps, store.with_name("store.kv.indexes")
@@ -85,15 +86,7 @@ def test_a_killed_index_takes_nothing_away(runner: Runner, inputs: Path, tmp_pat
         assert runner.run(build, kill_at=kill_at).killed
         for command in (
             ["ask", str(store), "What is it?", *model],
-            [
-                "batch",
-                str(store),
-                "--questions",
-                str(questions),
-                "--out",
-                str(tmp_path / f"{kill_at}"),
-                *model,
-            ],
+            ["batch", str(store), *asked, "--out", str(tmp_path / f"{kill_at}")],
             ["verify", str(store)],
             ["inspect", str(store)],
         ):

@@ -130,12 +130,8 @@ def test_blocks_that_stay_and_blocks_that_are_copied_give_the_same_bytes(kv, tmp
 
 
 def test_fragmented_memory_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, monkeypatch):
-    whole, grow, made, calls = (
-        tree(on_the_host(tmp_path / "host").path),
-        GPUBlocks.grow,
-        GPUBlocks._allocate,
-        [],
-    )
+    whole = tree(on_the_host(tmp_path / "host").path)
+    grow, made, calls = GPUBlocks.grow, GPUBlocks._allocate, []
 
     def in_pieces(self, tokens):
         calls.append(tokens)
@@ -173,7 +169,7 @@ def test_readers_wait_for_rows_that_are_not_written_yet(tmp_path, monkeypatch):
     asked, append, wait = threading.Event(), KVStoreWriter.append, AsyncWriter.wait
 
     def waited(self, given):
-        if given > 0:
+        if given is not None:
             asked.set()
         wait(self, given)
         asked.clear()
@@ -253,9 +249,9 @@ def test_an_error_in_the_writer_ends_the_job_with_its_own_type(tmp_path, monkeyp
         patch.setattr(KVStoreWriter, "append", full)
         with pytest.raises(StoreError, match="the disk is full"):
             on_a_card(tmp_path / "card")
-    assert set(calls) == {"store writer"}
+    assert {name.rpartition("_")[0] for name in calls} == {"store writer"}
     assert len(calls) == 8, "nothing is written behind what failed"
-    assert "store writer" not in [thread.name for thread in threading.enumerate()]
+    assert not any(thread.name.startswith("store writer") for thread in threading.enumerate())
     on_a_card(tmp_path / "card")
     assert tree(tmp_path / "card") == whole
 
@@ -268,7 +264,7 @@ def test_stopped_prefill_leaves_no_thread_and_resumes(tmp_path):
     whole = tree(on_the_host(tmp_path / "host").path)
     with pytest.raises(Stopped):
         on_a_card(tmp_path / "card", told=stop)
-    assert "store writer" not in [thread.name for thread in threading.enumerate()]
+    assert not any(thread.name.startswith("store writer") for thread in threading.enumerate())
     assert Committed.load(partial_path(tmp_path / "card")).tokens >= 3 * CHUNK
     on_a_card(tmp_path / "card")
     assert tree(tmp_path / "card") == whole
@@ -306,7 +302,7 @@ def test_few_writes_are_queued_and_their_order_is_kept(card):
 
         def slow(rows):
             time.sleep(0.005)
-            waiting.append(output._submitted - output._finished)
+            waiting.append(sum(not one.done() for one in output._futures))
             written.append(rows.tolist())
 
         rows = torch.zeros(2, device="cuda")

@@ -196,7 +196,7 @@ def test_a_cluster_without_machines_is_waited_for_where_a_number_is_given() -> N
 
 def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = Texts(Job("a", "a.kv"), [], ())
-    answers = iter([StoreBusy("held"), report("a"), StoreBusy("held")])
+    answers = iter([StoreBusy("held"), StoreBusy("held"), report("a")])
 
     def step(worker: Prefiller, texts: Texts) -> PrefillReport:
         answer = next(answers)
@@ -204,14 +204,13 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
             raise answer
         return answer
 
-    second_try = iter([True, False])
     monkeypatch.setattr(Prefiller, "begin", lambda worker: None)
-    monkeypatch.setattr(Prefiller, "_prefill", step)
-    monkeypatch.setattr(workers, "is_second_try", lambda: next(second_try))
+    monkeypatch.setattr(Prefiller, "run", step)
     monkeypatch.setattr(workers, "POLL_S", 0.0)
-    worker = Prefiller(SETUP)
-    assert isinstance(worker.do(texts).result, PrefillReport)
-    assert isinstance(worker.do(texts).result, StoreBusy)
+    first, in_its_place = Prefiller(SETUP), Prefiller(SETUP)
+    first.load()
+    assert isinstance(first.do(texts).result, StoreBusy)
+    assert isinstance(in_its_place.do(texts).result, PrefillReport)
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
