@@ -1,13 +1,14 @@
-"""A job on disk: what is to be done and how far it came, with its texts, so that it outlives the server.
+"""What jobs have on disk, so that they outlive the server: each job's record and texts, and the stores at
+work.
 
 FOLDER/.jobs/lock           held by the server that runs the jobs, and by the process of one
-FOLDER/.jobs/ID/job.json    the job
-FOLDER/.jobs/ID/0, 1, …     its documents
+FOLDER/.jobs/ID/job.json    the job FOLDER/.jobs/ID/0, 1, …     its documents
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -18,12 +19,19 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from uuid import uuid4
 
 from offload_decode.common import files
-from offload_decode.common.errors import StoreBusy
+from offload_decode.common.errors import StoreBusy, StoreError
 from offload_decode.common.files import NotPlain, lock, open_plain
+from offload_decode.kv.indexes import indexes_folder
+from offload_decode.store.staging import LOCK as STORE_LOCK
+from offload_decode.store.staging import REPLACED, locked, partial_path
+from offload_decode.store.writer import clear, restore
+
+LOG = logging.getLogger("offload_decode.server")
 
 JOBS, LOCK, RECORD, STAGED = ".jobs", "lock", "job.json", ".partial"
 _LARGEST_RECORD = 64 << 20
 _WAIT_S = 5.0
+_TRASH = ".deleted-"
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
@@ -91,7 +99,7 @@ class JobFiles:
         self.folder.mkdir(exist_ok=True)
         self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _WAIT_S
-        while not self._locked():  # the process of a job that lost its server ends within a moment
+        while not lock(self.lock):  # the process of a job that lost its server ends within a moment
             if time.monotonic() > deadline:
                 os.close(self.lock)
                 raise StoreBusy(f"another server makes stores in {folder}: ask that one, or stop it first")
@@ -144,9 +152,6 @@ class JobFiles:
             except (OSError, ValueError):
                 yield folder, None
 
-    def _locked(self) -> bool:
-        return lock(self.lock)
-
 
 def read(folder: Path) -> Job:
     """The job that lies in a folder. Raises `OSError` and `ValueError`."""
@@ -165,3 +170,35 @@ def read(folder: Path) -> Job:
 
 def _write(folder: Path, job: Job) -> None:
     files.write(folder / RECORD, json.dumps(asdict(job)).encode())
+
+
+def discard(path: Path) -> None:
+    """Remove what a job staged for the store at `path`. The store itself, where there is one, stays."""
+    partial = partial_path(path)
+    if (partial / STORE_LOCK).exists():
+        try:
+            with locked(partial):
+                restore(path, partial / REPLACED)
+                clear(partial)
+        except StoreBusy as error:
+            LOG.warning("%s", error)
+
+
+def remove(path: Path) -> None:
+    """Remove a store with all that lies beside it; it is gone from its name at once."""
+    discard(path)
+    trash = path.with_name(f"{_TRASH}{uuid4().hex}")
+    try:
+        trash.mkdir()
+        os.rename(path, trash / path.name)
+        if indexes_folder(path).exists():
+            os.rename(indexes_folder(path), trash / indexes_folder(path).name)
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise StoreError(f"the store could not be removed: {error.strerror}") from error
+
+
+def empty_trash(folder: Path) -> None:
+    """Remove what a server left of stores when it was killed while it deleted them."""
+    for left in folder.glob(f"{_TRASH}*"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""The process of one job: it yields to answers, tells what it does in lines of JSON, and ends with its
+"""The process of one job: it yields to answers, reports its progress in lines of JSON, and ends with its
 server.
 
-`python -P -m server.job_process FOLDER DEVICE`, by `server.jobs`. On stdout: `{"stage", "done", "total"}`,
-then `{"result"}` or `{"error"}`. The last stage of an append is `exchange`, before which it waits for a line
-on stdin: only then does the longer store take the place of the one that is being asked.
+`python -P -m offload_decode.server.job_process FOLDER DEVICE`, by `jobs`. On stdout: `{"stage", "done",
+"total"}`, then `{"result"}` or `{"error"}`. The last stage of an append is `exchange`, before which it waits
+for a line on stdin: only then does the longer store take the place of the one that is being asked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from offload_decode.common.errors import CorpusError, OffloadDecodeError
 from offload_decode.common.fast_import import skip_slow_imports
 from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory
 from offload_decode.server.job_files import Job, Work, read
 
+LOG = logging.getLogger("offload_decode.server")
 NICE = 10
 """Answers go first: of a processor that both want, such a process gets one part in ten."""
 EXCHANGE = "exchange"
@@ -36,18 +37,27 @@ def main() -> None:
     folder, device = Path(sys.argv[1]), sys.argv[2]
     os.nice(NICE)
     skip_slow_imports()
-    told = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no message
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # lines that libraries print are no messages
     allowed = threading.Event()
     threading.Thread(target=_listen, args=(allowed,), daemon=True).start()
     warnings.simplefilter("ignore")
 
+    def send(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=out, flush=True)
+
     def progress(stage: str, done: int, total: int) -> None:
-        _tell(told, {"stage": stage, "done": done, "total": total})
+        send({"stage": stage, "done": done, "total": total})
         if stage == EXCHANGE:
             allowed.wait()
 
-    _tell(told, _ended(folder, device, progress))
+    try:
+        send({"result": run(folder, device, progress)})
+    except OffloadDecodeError as error:
+        send({"error": str(error)})
+    except Exception as error:  # whatever a library raises: the log has all of it
+        LOG.error("a job failed", exc_info=error)
+        send({"error": OUT_OF_MEMORY if is_out_of_memory(error) else reason_of(error)})
     os._exit(0)
 
 
@@ -57,25 +67,14 @@ def _listen(allowed: threading.Event) -> None:
     os._exit(1)  # the server is gone; the next one goes on from here
 
 
-def _tell(told: TextIO, message: dict[str, Any]) -> None:
-    print(json.dumps(message), file=told, flush=True)
-
-
-def _ended(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
-    try:
-        return {"result": run(folder, device, progress)}
-    except OffloadDecodeError as error:
-        return {"error": str(error)}
-    except Exception as error:  # whatever a library raises: the log has all of it
-        logging.getLogger("offload_decode.server").error("a job failed", exc_info=error)
-        if is_out_of_memory(error):
-            return {"error": OUT_OF_MEMORY}
-        reason = error.strerror if isinstance(error, OSError) else None
-        return {"error": reason or "something went wrong; the server's log says what"}
+def reason_of(error: Exception) -> str:
+    """Why a job failed, where the error has no sentence for its user."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or "something went wrong; the server's log says what"
 
 
 def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
-    """Do the job that lies in `folder`; what was made. Raises what prefills, appends and indexes raise."""
+    """Do the job in `folder`; its result. Raises what prefills, appends and indexes raise."""
     job = read(folder)
     work, store = job.work, Path(job.work.path)
     progress("read", 0, len(job.documents))
@@ -115,7 +114,8 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
 
 
 def _texts(folder: Path, job: Job) -> list[tuple[str, str]]:
-    from offload_decode.prefill_jobs.decoding import read_plain, text_of
+    from offload_decode.prefill_jobs.decoding import text_of
+    from offload_decode.prefill_jobs.plain_files import read_plain
 
     texts = []
     for number, document in enumerate(job.documents):

@@ -1,93 +1,85 @@
-"""Stores that are made, appended to and deleted while others are asked.
+"""Stores are made, appended to and deleted while others are asked.
 
 Each prefill and each append is a job: a folder of its own on disk (`job_files`) and, while it runs, a process
-of its own (`job_process`). One runs at a time, in the order in which they came. A server that starts goes on
-with what another one left.
+of its own (`job_process`). One runs at a time, in the order in which they came. A new server continues the
+jobs that another one left.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from offload_decode.common.errors import ConfigError, StoreBusy, StoreError, StoreExists
-from offload_decode.kv.indexes import indexes_folder
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
-from offload_decode.server.job_checks import check
-from offload_decode.server.job_files import JOBS, Job, JobFiles, State, Upload, Work
-from offload_decode.server.job_process import EXCHANGE
-from offload_decode.server.job_progress import Progress, Speed
-from offload_decode.server.requests import Busy, Loading, NoSuchName, ReadOnly, WrongField
-from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
-from offload_decode.store.writer import clear, restore
+from offload_decode.server.job_files import (
+    JOBS,
+    Job,
+    JobFiles,
+    State,
+    Upload,
+    Work,
+    discard,
+    empty_trash,
+    remove,
+)
+from offload_decode.server.job_process import EXCHANGE, reason_of
+from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
 
-# Stores that leave their folder: gone from their name at once, whatever happens on the way.
-
-log = logging.getLogger("offload_decode.server")
-
-_TRASH = ".deleted-"
-
-
-def discard(path: Path) -> None:
-    """Remove what a job staged for the store at `path`. The store itself, where there is one, stays."""
-    partial = partial_path(path)
-    if (partial / LOCK).exists():
-        try:
-            with locked(partial):
-                restore(path, partial / REPLACED)
-                clear(partial)
-        except StoreBusy as error:
-            log.warning("%s", error)
-
-
-def remove(path: Path) -> None:
-    """Remove a store with all that lies beside it; it is gone from its name at once."""
-    discard(path)
-    trash = path.with_name(f"{_TRASH}{uuid4().hex}")
-    try:
-        trash.mkdir()
-        os.rename(path, trash / path.name)
-        if indexes_folder(path).exists():
-            os.rename(indexes_folder(path), trash / indexes_folder(path).name)
-        shutil.rmtree(trash)
-    except OSError as error:
-        raise StoreError(f"the store could not be removed: {error.strerror}") from error
-
-
-def empty_trash(folder: Path) -> None:
-    """Remove what a server left of stores when it was killed while it deleted them."""
-    for left in folder.glob(f"{_TRASH}*"):
-        shutil.rmtree(left, ignore_errors=True)
-
+LOG = logging.getLogger("offload_decode.server")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_WAITING, MOST_KEPT = 100, 200
+MOST_DOCUMENTS, MOST_LETTERS = 10_000, 500
 _TRIES = 3
 
 Released = Callable[[str], AbstractContextManager[object]]
-"""While the context of a name is open, nothing uses its store, and nothing opens it; entering it waits for
-the answers that do.
+"""While the context of a name is open, nothing uses or opens its store; entering it waits for the answers
+that do.
 """
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a running job is: `done` of `total` in a stage (tokens of a prefill, heads of an index), and
+    the seconds that are left of it, None where they are not known yet.
+    """
+
+    stage: str
+    done: int
+    total: int
+    left_s: float | None = None
+
+
+class Speed:
+    """Progress with the time that is left, by the speed since a stage began."""
+
+    def __init__(self) -> None:
+        self._stage, self._first, self._began = "", 0, 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> Progress:
+        now = time.monotonic()
+        if stage != self._stage:
+            self._stage, self._first, self._began = stage, done, now
+        ran = done - self._first
+        left = (now - self._began) * (total - done) / ran if ran > 0 else None
+        return Progress(stage, done, total, left)
+
+
 class Jobs:
-    """The jobs of a server, in the first folder among its places; a thread runs them until `close`, which
-    leaves them to be gone on with. `device` is where their models run. With `read_only` there are none, and
-    what would change a store raises `ReadOnly`. Thread-safe.
+    """The jobs of a server, in the first folder among its places; a thread runs them until `close`, and the
+    next server continues them. `device` is where their models run. With `read_only` there are none, and
+    changes of a store raise `ReadOnly`. Thread-safe.
     """
 
     def __init__(
@@ -114,7 +106,7 @@ class Jobs:
             try:
                 self._begin()
             except StoreError as error:
-                log.warning("%s", error)
+                LOG.warning("%s", error)
 
     def jobs(self) -> list[Job]:
         """All that are known, the newest first."""
@@ -128,7 +120,7 @@ class Jobs:
         return found
 
     def progress(self, id: str) -> Progress | None:
-        """How far a job is, while it runs."""
+        """How far a running job is."""
         return self._progress.get(id)
 
     def prefill(self, name: str, model: str | None, documents: Sequence[Upload], **how: Any) -> Job:
@@ -148,7 +140,7 @@ class Jobs:
         how = {"dtype": of.dtype, "weights": of.weights} | how
         path = folder / (name.removesuffix(SUFFIX) + SUFFIX)
         work = Work("prefill", path.stem, str(path), of.model_id, **how)
-        check(work, documents)
+        _check(work, documents)
         return self._submit(work, documents)
 
     def append(self, name: str, documents: Sequence[Upload]) -> Job:
@@ -156,7 +148,7 @@ class Jobs:
         self._folder()
         entry = self._store(name)
         work = Work("append", entry.name, str(entry.path), entry.model_id, entry.dtype, entry.weights)
-        check(work, documents)
+        _check(work, documents)
         return self._submit(work, documents)
 
     def cancel(self, id: str) -> Job:
@@ -168,7 +160,7 @@ class Jobs:
             running = job.state == "running"
             if job.state == "done" or (running and self._exchanging):
                 return job
-            job = self._note(job, "cancelled")
+            job = self._save(job, "cancelled")
             if running and self._process is not None:
                 self._process.kill()
             elif not running:
@@ -181,7 +173,7 @@ class Jobs:
             job = self.job(id)
             if job.state != "failed":
                 raise ConfigError(f"{id} is {job.state}, and only a job that failed can be tried again")
-            return self._note(replace(job, error=None, ended=None), "queued")
+            return self._save(replace(job, error=None, ended=None), "queued")
 
     def delete(self, name: str) -> None:
         """Delete a store, its name at once and its files when no answer reads them; returns then.
@@ -230,7 +222,7 @@ class Jobs:
                 raise StoreError(f"no stores can be made in {folder}: {error.strerror}") from error
             for folder, job in self._files.all():
                 if job is None:
-                    log.warning("%s is left out: it holds no job that can be read", folder)
+                    LOG.warning("%s is left out: it holds no job that can be read", folder)
                 else:
                     again = job if job.over else replace(job, state="queued")
                     self._jobs[job.id] = again
@@ -304,44 +296,40 @@ class Jobs:
         for job in over[: max(0, len(over) - MOST_KEPT)]:
             files.remove(self._jobs.pop(job.id))
 
-    def _note(self, job: Job, state: State, **more: Any) -> Job:
-        """Take down what became of a job."""
+    def _save(self, job: Job, state: State, **more: Any) -> Job:
+        """Change the state of a job, here and on disk."""
         ended = time.time() if state in ("done", "failed", "cancelled") else None
         job = replace(job, **{"state": state, "ended": ended, **more})
         self._jobs[job.id] = job
         if self._files is not None:
             try:
                 self._files.save(job)
-            except OSError as error:  # the disk is full, say: the next server finds it as it was before
-                log.error("what became of %s cannot be written down: %s", job.id, error.strerror)
+            except OSError as error:  # the disk is full, say: the next server finds its earlier state
+                LOG.error("the state of %s cannot be written: %s", job.id, error.strerror)
         self._changed.notify_all()
         return job
+
+    def _queued(self) -> list[Job]:
+        return [job for job in self._jobs.values() if job.state == "queued"]
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                waiting: list[Job] = []
-                while not self._closed and not waiting:
-                    waiting = [job for job in self._jobs.values() if job.state == "queued"]
-                    if not waiting:
-                        self._changed.wait()
+                self._changed.wait_for(lambda: self._closed or self._queued())
                 if self._closed:
                     return
-                first = min(waiting, key=lambda job: job.created)
-                job = self._note(first, "running", started=time.time())
+                first = min(self._queued(), key=lambda job: job.created)
+                job = self._save(first, "running", started=time.time())
             try:
                 self._work(job)
             except Exception as error:  # whatever it was, the next job runs
-                log.error("%s failed", job.id, exc_info=error)
-                reason = error.strerror if isinstance(error, OSError) else None
+                LOG.error("%s failed", job.id, exc_info=error)
                 with self._changed:
-                    self._note(
-                        job, "failed", error=reason or "something went wrong; the server's log says what"
-                    )
+                    self._save(job, "failed", error=reason_of(error))
 
     def _work(self, job: Job) -> None:
         """Run a job to its end, in a process that is started again where it is killed."""
-        for last in (False,) * (_TRIES - 1) + (True,):
+        for attempt in range(_TRIES):
             message, code = self._attempt(job)
             self._progress.pop(job.id, None)
             self._catalog.refresh()
@@ -353,33 +341,30 @@ class Jobs:
                     discard(Path(job.work.path))
                     return
                 if "result" in message:
-                    self._note(job, "done", result=message["result"])
+                    self._save(job, "done", result=message["result"])
                     return
-                if "error" in message or last:
+                if "error" in message or attempt == _TRIES - 1:
                     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                    said = message.get("error") or f"its process {how}, {_TRIES} times"
-                    log.warning("%s ('%s') failed: %s", job.id, job.work.name, said)
-                    self._note(job, "failed", error=said)
+                    error = message.get("error") or f"its process {how}, {_TRIES} times"
+                    LOG.warning("%s ('%s') failed: %s", job.id, job.work.name, error)
+                    self._save(job, "failed", error=error)
                     return
 
     def _attempt(self, job: Job) -> tuple[dict[str, Any], int]:
-        """One process of a job: the last thing that it said, and how it ended."""
+        """One process of a job: its last message, and its exit code."""
         files = self._files
         assert files is not None
         with self._changed:
             if self._closed or self._jobs[job.id].state == "cancelled":
                 return {}, 0
-            # -P: modules of the folder that the server was started in are none of ours.
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "offload_decode.server.job_process",
-                str(files.of(job.id)),
-                self._device,
-            ]
+            # -P: no modules of the folder that the server was started in.
+            command = [sys.executable, "-P", "-m", "offload_decode.server.job_process"]
             process = self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[files.lock]
+                [*command, str(files.of(job.id)), self._device],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[files.lock],
             )
         message: dict[str, Any] = {}
         with process, ExitStack() as held:
@@ -412,63 +397,23 @@ class Jobs:
             process.stdin.flush()
 
 
-# Stores that are about to be replaced or removed: the answers that read them are waited for.
+def _check(work: Work, documents: Sequence[Upload]) -> None:
+    """Raises `WrongField` or `ConfigError` for what no prefill could be made of."""
+    from offload_decode.hf.compat import check_dtype
+    from offload_decode.models.quantization import check_weights
+    from offload_decode.prefill_jobs.job import Settings
 
-PATIENCE_S = 30.0
-"""So long it waits for a moment in which nobody asks; then nobody may ask until it is done."""
-_LOOK_S = 0.02
-
-
-class Releases:
-    """`busy` says whether a name is being answered from, and `close` closes what is open under it."""
-
-    def __init__(self, busy: Callable[[str], bool], close: Callable[[str], None]) -> None:
-        self._busy, self._close = busy, close
-        self._lock = threading.Lock()
-        self._beginning: Counter[str] = Counter()
-        self._held: set[str] = set()
-
-    @contextmanager
-    def asking(self, name: str) -> Iterator[None]:
-        """While a request for a name is begun. Raises `Loading` where its store is about to be another."""
-        with self._lock:
-            if name in self._held:
-                raise Loading(f"'{name}' is being replaced: try again in a moment", 1)
-            self._beginning[name] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._beginning[name] -= 1
-                if not self._beginning[name]:
-                    del self._beginning[name]  # names are what clients write
-
-    @contextmanager
-    def released(self, name: str) -> Iterator[None]:
-        """A time in which nothing uses the store of a name; one at a time for each."""
-        hold_from = time.monotonic() + PATIENCE_S
-        while not self._take(name, time.monotonic() >= hold_from):
-            time.sleep(_LOOK_S)
-        try:
-            while self._used(name):
-                time.sleep(_LOOK_S)
-            self._close(name)
-            yield
-        finally:
-            with self._lock:
-                self._held.discard(name)
-
-    def _take(self, name: str, used_or_not: bool) -> bool:
-        if not used_or_not and self._used(name):
-            return False
-        with self._lock:
-            if name in self._held:
-                return False
-            self._held.add(name)
-            return True
-
-    def _used(self, name: str) -> bool:
-        with self._lock:
-            if self._beginning[name]:
-                return True
-        return self._busy(name)
+    Settings(work.method, work.options, kv=work.kv)
+    check_dtype(work.dtype)
+    check_weights(work.weights)
+    if not 0 < len(documents) <= MOST_DOCUMENTS:
+        raise WrongField(f"give 1 to {MOST_DOCUMENTS:,} documents, not {len(documents):,}", "documents")
+    names = [document.name for document in documents]
+    for name in names:
+        if not name.strip() or len(name) > MOST_LETTERS or not name.isprintable():
+            raise WrongField(
+                f"a document's name has 1 to {MOST_LETTERS} letters, all of them printable", "documents"
+            )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise WrongField(f"two documents are called '{twice}': give each a name of its own", "documents")

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import admit_question, check_ask, planned_ask
 from offload_decode.server.catalog import Entry
-from offload_decode.server.prefix_cache import TailKey, tail_key
+from offload_decode.server.prefix_cache import PrefixKey, prefix_key
 from offload_decode.server.requests import Loading, Settings
 from offload_decode.store.reader import KVStore
 
@@ -36,6 +37,9 @@ MOST_WAYS = 8
 """Selectors and options with which one store is open: each keeps what it searches in memory."""
 MOST_FILES = 1 << 15
 """Of stores that are open: Linux gives a process 65,530 maps of memory by default."""
+PATIENCE_S = 30.0
+"""`Releases` waits so long for a moment in which nobody asks; then nobody may ask until it is done."""
+_POLL_S = 0.02
 
 
 class ModelKey(NamedTuple):
@@ -47,14 +51,14 @@ class ModelKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Resident:
+class Target:
     """A name that can be asked, with a selector: forks of `start` answer.
 
     key: equal for those whose remembered turns may stand for each other. files: of the store.
     """
 
     entry: Entry
-    key: TailKey
+    key: PrefixKey
     loaded: LoadedModel
     start: Conversation
     files: int = 0
@@ -65,17 +69,17 @@ class Resident:
         return self.entry.path is not None
 
 
-class Residents:
+class LoadedModels:
     """Opens what requests name. Any thread may ask; a model is loaded in a thread of its own, and until it is
     there its requests are refused with `Loading`. `tell_closed` is told the keys of those that are
     closed to make room for others, or with their model; it must not come back to ask.
     """
 
-    def __init__(self, settings: Settings, tell_closed: Callable[[TailKey], None] = lambda key: None):
+    def __init__(self, settings: Settings, tell_closed: Callable[[PrefixKey], None] = lambda key: None):
         self.settings = settings
         self._tell_closed = tell_closed
         self._held = own_memory()  # before any model
-        self._open: OrderedDict[TailKey, Resident] = OrderedDict()
+        self._open: OrderedDict[PrefixKey, Target] = OrderedDict()
         self._hosts: WeakValueDictionary[tuple[str, str], HostKV] = WeakValueDictionary()
         self._models: OrderedDict[ModelKey, Future[LoadedModel]] = OrderedDict()
         # Until when (by `time.monotonic`) one that has answered nobody yet keeps its place.
@@ -103,11 +107,11 @@ class Residents:
     def open_stores(self) -> list[str]:
         """Names that are open."""
         with self._lock:
-            return sorted({resident.entry.name for resident in self._open.values()})
+            return sorted({target.entry.name for target in self._open.values()})
 
     def get(
         self, entry: Entry, selector: str | None = None, options: Mapping[str, object] | None = None
-    ) -> Resident:
+    ) -> Target:
         """An entry with a selector and its options, the server's own where none is named. Raises `Loading`,
         `ConfigError`, `StoreError`, `ModelError` or `DoesNotFit`.
         """
@@ -118,7 +122,7 @@ class Residents:
             merged = dict(options or {})
         if entry.path is None:
             selector, merged = "", {}
-        key = tail_key(entry.name, selector, merged, entry.digest)
+        key = prefix_key(entry.name, selector, merged, entry.digest)
         with self._lock:
             if key in self._open:
                 self._open.move_to_end(key)
@@ -129,17 +133,17 @@ class Residents:
                 if key in self._open:
                     return self._open[key]
             if entry.path is None:
-                resident = Resident(entry, key, loaded, without_corpus(loaded))
+                target = Target(entry, key, loaded, without_corpus(loaded))
             else:
                 engine = self._opened(entry, entry.path, loaded, selector, merged)
                 assert isinstance(engine.store, KVStore), "it was opened from disk"
                 files = sum(1 for spec in engine.store.specs.values() for _ in spec.files())
-                resident = Resident(entry, key, loaded, engine, files)
+                target = Target(entry, key, loaded, engine, files)
             with self._lock:
                 if self._is_here(loaded):  # else another model took its place meanwhile
-                    self._open[key] = resident
+                    self._open[key] = target
                 self._make_room(key.model)
-        return resident
+        return target
 
     def model(self, entry: Entry) -> LoadedModel:
         """The model of an entry. Raises `Loading` while it is being loaded, and what its loading raised."""
@@ -177,7 +181,7 @@ class Residents:
         ):
             self._close(next(iter(self._open)))
 
-    def _close(self, key: TailKey) -> None:
+    def _close(self, key: PrefixKey) -> None:
         """With the lock held: close one, and say so."""
         del self._open[key]
         self._tell_closed(key)
@@ -223,7 +227,7 @@ class Residents:
         self._unused.pop(key, None)
         if not model.cancel() and model.done() and model.exception() is None:
             loaded = model.result()
-            for one in [one for one, resident in self._open.items() if resident.loaded is loaded]:
+            for one in [one for one, target in self._open.items() if target.loaded is loaded]:
                 self._close(one)
             LOG.info("dropped the model %s", key.model_id)
 
@@ -265,3 +269,60 @@ class Residents:
             LOG.info("%s: %s", entry.name, sentence)
         engine.admit = partial(admit_question, planned_ask(*given, index=index), settings.caps)
         return engine
+
+
+class Releases:
+    """Waits for the answers that read a store which is to be replaced or removed. `busy` says whether a name
+    is being answered from, and `close` closes what is open under it.
+    """
+
+    def __init__(self, busy: Callable[[str], bool], close: Callable[[str], None]) -> None:
+        self._busy, self._close = busy, close
+        self._lock = threading.Lock()
+        self._beginning: Counter[str] = Counter()
+        self._held: set[str] = set()
+
+    @contextmanager
+    def asking(self, name: str) -> Iterator[None]:
+        """While a request for a name is begun. Raises `Loading` while its store is being replaced."""
+        with self._lock:
+            if name in self._held:
+                raise Loading(f"'{name}' is being replaced: try again in a moment", 1)
+            self._beginning[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._beginning[name] -= 1
+                if not self._beginning[name]:
+                    del self._beginning[name]  # names are what clients write
+
+    @contextmanager
+    def released(self, name: str) -> Iterator[None]:
+        """A time in which nothing uses the store of a name; one at a time for each."""
+        hold_from = time.monotonic() + PATIENCE_S
+        while not self._hold(name, even_if_used=time.monotonic() >= hold_from):
+            time.sleep(_POLL_S)
+        try:
+            while self._used(name):
+                time.sleep(_POLL_S)
+            self._close(name)
+            yield
+        finally:
+            with self._lock:
+                self._held.discard(name)
+
+    def _hold(self, name: str, even_if_used: bool) -> bool:
+        if not even_if_used and self._used(name):
+            return False
+        with self._lock:
+            if name in self._held:
+                return False
+            self._held.add(name)
+            return True
+
+    def _used(self, name: str) -> bool:
+        with self._lock:
+            if self._beginning[name]:
+                return True
+        return self._busy(name)

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import encode, special_tokens
-from offload_decode.server.chat_prompt import BETWEEN, read_messages, without_system
+from offload_decode.server.messages import SEPARATOR, read_messages, without_system
 from offload_decode.store.reader import KVStore
 
-log = logging.getLogger("offload_decode.server")
+LOG = logging.getLogger("offload_decode.server")
 
 LEAST = 1_000
 """Characters of a message that is looked at: a shorter one is read as quickly as it is matched."""
@@ -100,7 +100,7 @@ class Matcher:
             return None
         length, start, text, store = max(found, key=lambda each: each[0])
         around = (text[:start].strip(), text[start + length :].strip())
-        question = {"role": "user", "content": BETWEEN.join(filter(None, around))}
+        question = {"role": "user", "content": SEPARATOR.join(filter(None, around))}
         return store, [question, *messages[_opening(messages) :]]
 
     def _places(self, loaded: LoadedModel, store: Held, text: str) -> Iterator[tuple[int, int]]:
@@ -149,7 +149,7 @@ def _read(store: Held, what: Callable[[KVStore], R], otherwise: R) -> R:
     except StoreMismatch:
         return otherwise
     except (OffloadDecodeError, OSError) as error:
-        log.warning("no message is matched to %s: %s", store.path, error)
+        LOG.warning("no message is matched to %s: %s", store.path, error)
         return otherwise
 
 

@@ -1,7 +1,9 @@
-"""What a server counts and times, for Prometheus: vLLM's names where the thing is the same, under our prefix.
+"""What a server counts and times, for Prometheus (vLLM's names where the thing is the same, under our
+prefix), and what it logs: text or JSON, a line for each record, and one record for each request, with its id.
 
-Every `Metrics` has a registry of its own. A `Watch` follows one request by its events; what others know at
-any time (jobs, memory in use) is read when somebody looks.
+Every `Metrics` has a registry of its own. A `Watch` follows one request by its events; gauges (jobs, memory
+in use) are read when somebody looks. Nothing that a client wrote is logged but names: a request's id, the
+model it asked for, the route.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -21,34 +25,29 @@ from prometheus_client.core import GaugeMetricFamily
 from offload_decode.server.requests import Busy, Delta, Done, Ended, Event, Failed, Prompted, Usage
 from offload_decode.types import StepStats
 
-# What a server logs: text or JSON, a line for each record, and one record for each request, with its id.
-#
-# Nothing that a client wrote is logged but names: a request's id, the model it asked for, the route.
-
 LOG = logging.getLogger("offload_decode.server")
 _ITS_OWN = ("offload_decode", "uvicorn", "uvicorn.error")
-_line: ContextVar[dict[str, Any] | None] = ContextVar("line", default=None)
+_fields_of_request: ContextVar[dict[str, Any] | None] = ContextVar("fields", default=None)
 
 
-def line() -> dict[str, Any]:
-    """The fields that will be logged of the HTTP request at hand, for whoever learns one to put it there;
+def log_fields() -> dict[str, Any]:
+    """The fields that will be logged of the current HTTP request, for whoever learns one to put it there;
     outside of a request, fields that nobody reads.
     """
-    fields = _line.get()
+    fields = _fields_of_request.get()
     return {} if fields is None else fields
 
 
 @contextmanager
-def request(level: int = logging.INFO, **fields: Any) -> Iterator[dict[str, Any]]:
-    """Inside, `line()` is this request's; when the block ends, it is logged with the seconds it took."""
-    own = dict(fields)
-    token, began = _line.set(own), time.perf_counter()
+def logged_request(level: int = logging.INFO, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Inside, `log_fields()` are this request's; when the block ends, they are logged with its seconds."""
+    token, began = _fields_of_request.set(fields), time.perf_counter()
     try:
-        yield own
+        yield fields
     finally:
-        own["seconds"] = round(time.perf_counter() - began, 4)
-        LOG.log(level, "request", extra={"fields": dict(own)})
-        _line.reset(token)
+        fields["seconds"] = round(time.perf_counter() - began, 4)
+        LOG.log(level, "request", extra={"fields": dict(fields)})
+        _fields_of_request.reset(token)
 
 
 def configure(style: Literal["text", "json"] = "text", stream: TextIO | None = None) -> None:
@@ -67,7 +66,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     own = getattr(record, "fields", None)
     if own is not None:
         return dict(own)
-    known = line().get("request_id")
+    known = log_fields().get("request_id")
     return {} if known is None else {"request_id": known}
 
 
@@ -147,53 +146,53 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._running = self._gauge("num_requests_running", "Requests that are being answered.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
-        self._refused = self._counter("admission_rejections", "Requests refused because the queue was full.")
-        self._queued = self._times("request_queue_time_seconds", "In the queue.", _WHOLE)
-        self._first = self._times("time_to_first_token_seconds", "Until the first token.", _FIRST)
-        self._between = self._times("inter_token_latency_seconds", "From token to token.", _BETWEEN)
-        self._whole = self._times("e2e_request_latency_seconds", "Until the last token.", _WHOLE)
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts, the stored ones among them.")
-        self._written = self._counter("generation_tokens", "Tokens of answers.")
-        self._looked_up = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.")
-        self._found = self._counter("prefix_cache_hits", "Tokens of prompts that were stored or remembered.")
-        self._success = self._counter(
-            "request_success", "Answers, by why they ended.", ("model_name", "finished_reason")
-        )
-        self._rows = self._times("iteration_rows", "Requests that share a forward pass.", _COUNTS, ())
-        self._tokens = self._times("iteration_tokens_total", "Tokens of a forward pass.", _COUNTS, ())
-        self._passes = self._times("iteration_seconds", "Seconds of a forward pass.", _BETWEEN, ())
-        self._fetched = self._counter("stored_kv_read_bytes", "Stored keys and values that were read.", ())
-        self._bus = self._counter("bus_bytes", "Bytes sent to a device and back.", ())
-        self._attended = self._counter(
-            "attended_tokens", "Stored tokens attended to, for every layer and query head.", ()
-        )
-        self._hits = self._counter("device_cache_hits", "Rows that the device's cache held.", ())
-        self._misses = self._counter("device_cache_misses", "Rows that the device's cache did not hold.", ())
-        stages = self._counter("iteration_stage_seconds", "Seconds of passes, by stage.", ("stage",))
-        self._stages = {stage: stages.labels(stage) for stage in ("search", "gather", "attend")}
-        self._models: dict[str, _OfModel] = {}
+        gauge, counter, times = (partial(self._of_kind, kind) for kind in (Gauge, Counter, Histogram))
+        self._by_model = {
+            "running": gauge("num_requests_running", "Requests that are being answered."),
+            "waiting": gauge("num_requests_waiting", "Requests in the queue."),
+            "refused": counter("admission_rejections", "Requests refused because the queue was full."),
+            "queued": times("request_queue_time_seconds", "In the queue.", buckets=_WHOLE),
+            "first": times("time_to_first_token_seconds", "Until the first token.", buckets=_FIRST),
+            "between": times("inter_token_latency_seconds", "From token to token.", buckets=_BETWEEN),
+            "whole": times("e2e_request_latency_seconds", "Until the last token.", buckets=_WHOLE),
+            "prompt": counter("prompt_tokens", "Tokens of prompts, the stored ones among them."),
+            "written": counter("generation_tokens", "Tokens of answers."),
+            "looked_up": counter("prefix_cache_queries", "Tokens of prompts that were looked up."),
+            "found": counter("prefix_cache_hits", "Tokens of prompts that were stored or remembered."),
+        }
+        finished = ("model_name", "finished_reason")
+        self._ended = counter("request_success", "Answers, by why they ended.", labels=finished)
+        counter, times = partial(counter, labels=()), partial(times, labels=())
+        self._rows = times("iteration_rows", "Requests that share a forward pass.", buckets=_COUNTS)
+        self._tokens = times("iteration_tokens_total", "Tokens of a forward pass.", buckets=_COUNTS)
+        self._passes = times("iteration_seconds", "Seconds of a forward pass.", buckets=_BETWEEN)
+        attended = "Stored tokens attended to, for every layer and query head."
+        self._by_stat = {
+            "bytes_moved": counter("stored_kv_read_bytes", "Stored keys and values that were read."),
+            "bus_bytes": counter("bus_bytes", "Bytes sent to a device and back."),
+            "selected": counter("attended_tokens", attended),
+            "cache_hits": counter("device_cache_hits", "Rows that the device's cache held."),
+            "cache_misses": counter("device_cache_misses", "Rows that the device's cache did not hold."),
+        }
+        stages = counter("iteration_stage_seconds", "Seconds of passes, by stage.", labels=("stage",))
+        self._by_stat |= {f"{stage}_s": stages.labels(stage) for stage in ("search", "gather", "attend")}
+        self._models: dict[str, SimpleNamespace] = {}
 
     def watch(self, model: str) -> Watch:
         """Follow a request from now, its submission, on; `model` is a name of the catalog."""
-        return Watch(self._of(model))
+        if model not in self._models:
+            counts = {name: metric.labels(model) for name, metric in self._by_model.items()}
+            ended = {end: self._ended.labels(model, end) for end in ("stop", "length", "abort", "error")}
+            self._models[model] = SimpleNamespace(model=model, ended=ended, **counts)
+        return Watch(self._models[model])
 
     def passed(self, rows: int, tokens: int, seconds: float, stats: StepStats) -> None:
         """A forward pass of `tokens` tokens of `rows` requests; `stats` are the pass' own."""
         self._rows.observe(rows)
         self._tokens.observe(tokens)
         self._passes.observe(seconds)
-        for counter, amount in (
-            (self._fetched, stats.bytes_moved),
-            (self._bus, stats.bus_bytes),
-            (self._attended, stats.selected),
-            (self._hits, stats.cache_hits),
-            (self._misses, stats.cache_misses),
-        ):
-            counter.inc(amount)
-        for stage, seconds_of in self._stages.items():
-            seconds_of.inc(getattr(stats, f"{stage}_s"))
+        for name, counter in self._by_stat.items():
+            counter.inc(getattr(stats, name))
 
     def read(self, name: str, about: str, value: Callable[[], Values], label: str = "model_name") -> None:
         """A gauge that is read whenever somebody looks: `value` gives a number, or numbers by `label`."""
@@ -203,46 +202,19 @@ class Metrics:
         """Everything, as Prometheus reads it."""
         return generate_latest(self.registry)
 
-    def _of(self, model: str) -> _OfModel:
-        if model not in self._models:
-            self._models[model] = _OfModel(self, model)
-        return self._models[model]
-
-    def _gauge(self, name: str, about: str, labels: Sequence[str] = ("model_name",)) -> Gauge:
-        return Gauge(f"{PREFIX}:{name}", about, labels, registry=self.registry)
-
-    def _counter(self, name: str, about: str, labels: Sequence[str] = ("model_name",)) -> Counter:
-        return Counter(f"{PREFIX}:{name}", about, labels, registry=self.registry)
-
-    def _times(
-        self, name: str, about: str, buckets: Sequence[float], labels: Sequence[str] = ("model_name",)
-    ) -> Histogram:
-        return Histogram(f"{PREFIX}:{name}", about, labels, buckets=buckets, registry=self.registry)
-
-
-class _OfModel:
-    """The metrics of one model, looked up once."""
-
-    def __init__(self, own: Metrics, model: str):
-        self.model = model
-        self.running, self.waiting = own._running.labels(model), own._waiting.labels(model)
-        self.queued, self.first = own._queued.labels(model), own._first.labels(model)
-        self.between, self.whole = own._between.labels(model), own._whole.labels(model)
-        self.refused = own._refused.labels(model)
-        self.prompt, self.written = own._prompt.labels(model), own._written.labels(model)
-        self.looked_up, self.found = own._looked_up.labels(model), own._found.labels(model)
-        self.ended = {
-            reason: own._success.labels(model, reason) for reason in ("stop", "length", "abort", "error")
-        }
+    def _of_kind(
+        self, kind: Any, name: str, about: str, labels: Sequence[str] = ("model_name",), **more: Any
+    ) -> Any:
+        return kind(f"{PREFIX}:{name}", about, labels, registry=self.registry, **more)
 
 
 class Watch:
-    """One request: it waits, starts, tells its events, and ends, by its last event or given up.
+    """One request: it waits, starts, has events, and ends, by its last event or given up.
 
     Its figures go to the metrics, and to the line that is logged of the HTTP request it came with.
     """
 
-    def __init__(self, counts: _OfModel):
+    def __init__(self, counts: SimpleNamespace):
         self._counts = counts
         self._began = time.perf_counter()
         self._last: dict[int, float] = {}
@@ -250,7 +222,7 @@ class Watch:
         self._reasons: list[str] = []
         self._tokens = 0
         self._started = self._over = False
-        self._line = line()
+        self._line = log_fields()
         self._line["model"] = counts.model
         counts.waiting.inc()
 
@@ -262,7 +234,7 @@ class Watch:
         self._counts.queued.observe(time.perf_counter() - self._began)
 
     def event(self, event: Event) -> None:
-        """What it is told, in the order of the events; nothing more counts when it has ended."""
+        """Its events in their order; nothing counts after its end."""
         if self._over:
             return
         match event:

@@ -35,7 +35,7 @@ from offload_decode.prefill_jobs.buckets import is_url, pull
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.on_ray.workers import connected, installed, shares
-from offload_decode.server import metrics as logs
+from offload_decode.server import metrics
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, model_name, readable
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.errors import refused
@@ -104,7 +104,7 @@ def _far(url: str, cache: Path) -> Entry:
     )
 
 
-class Shelves(Catalog):
+class BucketCatalog(Catalog):
     """A catalog that names the stores of buckets too, before they are here."""
 
     def __init__(self, plan: Plan):
@@ -132,9 +132,9 @@ class Replica:
     def __init__(self, plan: Plan) -> None:
         settings = plan.settings
         apply_caps(settings.caps, settings.config.device)
-        logs.configure(plan.log_format)
+        metrics.configure(plan.log_format)
         self.far = {entry.name: (url, entry) for url, entry in plan.far.items()}
-        self.service = Service(Shelves(plan), settings)
+        self.service = Service(BucketCatalog(plan), settings)
         self.service.preload()
         self.app = create_app(self.service)
         # Ray is told of what this has given, and sends requests for it here.
@@ -160,11 +160,11 @@ class Replica:
     def _is_store(self, name: str) -> bool:
         return any(entry.name == name and entry.path for entry in self.service.catalog.entries())
 
-    def _holder(self) -> Callable[[str], Awaitable[Held]]:
-        async def hold(name: str) -> Held:
+    def _holder(self) -> Callable[[str], Awaitable[OpenStore]]:
+        async def hold(name: str) -> OpenStore:
             if name in self.far:
                 await asyncio.to_thread(self._fetch, *self.far[name])
-            return Held(self.service, name)
+            return OpenStore(self.service, name)
 
         return hold
 
@@ -181,17 +181,17 @@ class Replica:
             except StoreExists:
                 break
         self.service.catalog.refresh()
-        self.service.residents.preload(self.service.catalog.entry(entry.name)).result()
+        self.service.loaded_models.preload(self.service.catalog.entry(entry.name)).result()
 
 
-class Held:
+class OpenStore:
     """A store that a replica has open, until it is given up for another."""
 
     def __init__(self, service: Service, name: str):
         self._service, self._name = service, name
 
     def __del__(self) -> None:
-        self._service.residents.forget(self._name)
+        self._service.loaded_models.forget(self._name)
 
 
 class RayReplicas:

@@ -1,29 +1,34 @@
-"""Turns that were run before, kept in memory: a conversation that goes on is found by its tokens."""
+"""What was run before, kept in memory within a bound: finished conversations, found by the tokens that they
+begin with, and the tokens of answers, found by the messages up to them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offload_decode.server.messages import Message, without_system
+
 if TYPE_CHECKING:
     from offload_decode.engine.conversation import Conversation
 
+MOST_CONVERSATIONS = 1024
+"""Each is compared with a new prompt, in microseconds, while answers wait."""
+MOST_ANSWER_TOKENS = 1 << 20
 
-MOST = 1024
-"""Conversations: each is compared with what comes, in microseconds, while answers wait."""
 
-
-class TailKey(NamedTuple):
-    """What two conversations must have in common. model: its name in the catalog. options: see `tail_key`.
-    store: the digest of the store behind which they stand, empty behind none.
+class PrefixKey(NamedTuple):
+    """Conversations of one key may continue each other. model: its name in the catalog. options: see
+    `prefix_key`. store: the digest of the store behind which they stand, empty behind none.
     """
 
     model: str
@@ -32,15 +37,15 @@ class TailKey(NamedTuple):
     store: str
 
 
-def tail_key(model: str, selector: str, options: Mapping[str, object], store: str) -> TailKey:
+def prefix_key(model: str, selector: str, options: Mapping[str, object], store: str) -> PrefixKey:
     """The key of a conversation, whose options may come in any order."""
-    return TailKey(model, selector, json.dumps(options, sort_keys=True, default=str), store)
+    return PrefixKey(model, selector, json.dumps(options, sort_keys=True, default=str), store)
 
 
 @dataclass(frozen=True)
-class TailStats:
-    """hits: how often a beginning was found, of so many times that it was looked for (`asked`). tokens: that
-    were not run, because they were found. entries, bytes: what is held now.
+class PrefixCacheStats:
+    """hits: lookups (`asked`) that found a beginning. tokens: not run, because they were found. entries,
+    bytes: in the cache now.
     """
 
     asked: int
@@ -51,15 +56,15 @@ class TailStats:
 
 
 class _Entry(NamedTuple):
-    key: TailKey
+    key: PrefixKey
     tokens: NDArray[np.int64]
     conversation: Conversation
     nbytes: int
 
 
-class Tails:
-    """Finished conversations, of `max_bytes` in all and at most `MOST`, the least recently used forgotten
-    first. Thread-safe.
+class PrefixCache:
+    """Finished conversations, of `max_bytes` in all and at most `MOST_CONVERSATIONS`, the least recently used
+    forgotten first. Thread-safe.
     """
 
     def __init__(self, max_bytes: int):
@@ -67,15 +72,15 @@ class Tails:
         self._held = self._asked = self._hits = self._saved = 0
         self._numbers = itertools.count()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._of: dict[TailKey, dict[int, _Entry]] = {}
+        self._of: dict[PrefixKey, dict[int, _Entry]] = {}
         self._lock = threading.Lock()
 
-    def take(self, key: TailKey, tokens: Sequence[int]) -> Conversation | None:
-        """A fork that has run the longest beginning of `tokens` that is remembered, and at most all but one
-        of them: its `tokens` say which. None where nothing is. A selector that forgets starts afresh.
+    def take(self, key: PrefixKey, tokens: Sequence[int]) -> Conversation | None:
+        """A fork that has run the longest cached beginning of `tokens`, at most all but one of them: see its
+        `tokens`. None where there is none. A selector that forgets starts afresh.
 
-        What a selector remembers cannot be taken back, so that one of that kind goes on from the end of a
-        conversation alone; recurrent layers go on from where a turn began.
+        The state of a selector that remembers cannot be taken back, so that it continues from the end of a
+        conversation alone; recurrent layers continue from where a turn began.
         """
         wanted = np.asarray(tokens[:-1], np.int64)
         with self._lock:
@@ -92,9 +97,9 @@ class Tails:
         forked.selector.reset()
         return forked
 
-    def keep(self, key: TailKey, conversation: Conversation) -> None:
-        """Remember a conversation, which is not to be used by its owner again, in place of those that it goes
-        on from. One that is larger than the bound is not kept.
+    def keep(self, key: PrefixKey, conversation: Conversation) -> None:
+        """Take ownership of a conversation, in place of those that it continues. One that is larger than the
+        bound is dropped.
         """
         tokens = np.array(conversation.tokens, np.int64)
         if not len(tokens) or not self._most:
@@ -110,7 +115,7 @@ class Tails:
             number = next(self._numbers)
             self._entries[number] = self._of.setdefault(key, {})[number] = entry
             self._held += entry.nbytes
-            while self._held > self._most or len(self._entries) > MOST:
+            while self._held > self._most or len(self._entries) > MOST_CONVERSATIONS:
                 self._forget(next(iter(self._entries)))
 
     def drop(self, model: str) -> None:
@@ -120,17 +125,17 @@ class Tails:
                 if entry.key.model == model:
                     self._forget(number)
 
-    def forget(self, key: TailKey) -> None:
-        """Forget the conversations of a key, and with them what their selector keeps in memory."""
+    def forget(self, key: PrefixKey) -> None:
+        """Forget the conversations of a key, and with them the memory of their selector."""
         with self._lock:
             for number in list(self._of.get(key, {})):
                 self._forget(number)
 
     @property
-    def stats(self) -> TailStats:
-        """What was found so far, and what is held."""
+    def stats(self) -> PrefixCacheStats:
+        """Lookups so far, and the size now."""
         with self._lock:
-            return TailStats(self._asked, self._hits, self._saved, len(self._entries), self._held)
+            return PrefixCacheStats(self._asked, self._hits, self._saved, len(self._entries), self._held)
 
     def _forget(self, number: int) -> None:
         entry = self._entries.pop(number)
@@ -154,3 +159,49 @@ def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     shortest = min(len(one), len(other))
     differ = one[:shortest] != other[:shortest]
     return int(differ.argmax()) if differ.any() else shortest
+
+
+class AnswerTokens:
+    """The tokens that answers were generated as, by all messages up to them; the least recently used are
+    forgotten first. Thread-safe.
+
+    `scope` is the model: token ids mean something to one tokenizer alone.
+    """
+
+    def __init__(self, most_tokens: int = MOST_ANSWER_TOKENS):
+        self._most = most_tokens
+        self._size = 0
+        self._known: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, scope: str, messages: Sequence[Message], tokens: Sequence[int]) -> None:
+        """The last of `messages`, the assistant's, was generated as `tokens`."""
+        *_, (message, key) = _digests(scope, messages)
+        assert message.role == "assistant", "only answers are generated"
+        with self._lock:
+            self._size += len(tokens) - len(self._known.pop(key, ()))
+            self._known[key] = tuple(tokens)
+            while self._size > self._most:
+                self._size -= len(self._known.popitem(last=False)[1])
+
+    def of(self, scope: str, messages: Sequence[Message]) -> list[tuple[int, ...] | None]:
+        """The tokens of each of the assistant's messages in turn; None where they are not known."""
+        keys = [key for message, key in _digests(scope, messages) if message.role == "assistant"]
+        with self._lock:
+            for key in keys:
+                if key in self._known:
+                    self._known.move_to_end(key)
+            return [self._known.get(key) for key in keys]
+
+
+def _digests(scope: str, messages: Sequence[Message]) -> Iterator[tuple[Message, bytes]]:
+    """Each message, the system's among the user's, with a digest of it and of all before it.
+
+    White space around a text and the ids of calls are left out: clients do not always send them back.
+    """
+    digest = hashlib.sha256(scope.encode()).digest()
+    for message in without_system(messages):
+        calls = [(call.name, call.arguments) for call in message.calls]
+        content = json.dumps([message.role, message.text.strip(), calls], sort_keys=True)
+        digest = hashlib.sha256(digest + content.encode()).digest()
+        yield message, digest

@@ -1,5 +1,5 @@
-"""What is asked of the scheduler, and what it tells of it while it runs: frozen types that every part
-shares.
+"""The types that all parts of the server share: a request to the scheduler, its events, the server's own
+errors, and its settings.
 """
 
 from __future__ import annotations
@@ -151,7 +151,41 @@ Emit = Callable[[Event], None]
 """Is told the events of a request in their order; it must not block."""
 
 
-# What a server refuses beyond what the engine does; `http.errors` gives each its status.
+@dataclass
+class WrittenAnswer:
+    """One answer so far."""
+
+    text: str = ""
+    tokens: list[Scored] = field(default_factory=list)
+    finish: Literal["stop", "length", "tool_calls"] = "stop"
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass
+class AnsweredRequest:
+    """A request with all of its answers, by their index, collected from its events."""
+
+    answers: dict[int, WrittenAnswer] = field(default_factory=dict)
+    scores: tuple[Scored, ...] | None = None
+    done: Done | None = None
+
+    def add(self, event: Event) -> None:
+        """The next event."""
+        match event:
+            case Prompted(_, scores):
+                self.scores = scores
+            case Delta(index, text, tokens, calls):
+                one = self.answers.setdefault(index, WrittenAnswer())
+                one.text += text
+                one.tokens += tokens
+                one.calls += calls
+            case Ended(index, finish):
+                self.answers.setdefault(index, WrittenAnswer()).finish = finish
+            case Done():
+                self.done = event
+
+
+# Errors of the server beyond the engine's own; `http.errors` gives each its status.
 
 
 class Busy(OffloadDecodeError):
@@ -190,9 +224,6 @@ class TimedOut(OffloadDecodeError):
     """The deadline of a request has passed."""
 
 
-# What a server is told as it starts.
-
-
 @dataclass(frozen=True)
 class Settings:
     """Defaults of requests, and the server's limits. Raises `ConfigError` for what cannot be.
@@ -224,17 +255,8 @@ class Settings:
     max_upload: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_tokens",
-            "max_running",
-            "max_prompt",
-            "max_body",
-            "deadline_s",
-            "running_bytes",
-            "max_open",
-            "max_models",
-            "max_upload",
-        ):
+        positive = ("max_tokens", "max_running", "max_prompt", "max_body", "deadline_s", "running_bytes")
+        for name in (*positive, "max_open", "max_models", "max_upload"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
         if self.max_waiting < 0 or self.tail_bytes < 0:

@@ -1,8 +1,8 @@
-"""Continuous batching: what is asked of many stores and models, run together step by step in one thread.
+"""Continuous batching: requests to many stores and models run together, step by step in one thread.
 
 Each step runs one token of every answer that is being written, and a part of the prompts that are not read
-yet; conversations that may share a forward pass do (`engine.joint`), the others take turns. Requests join and
-leave between steps. Nothing here knows HTTP.
+yet; conversations that may share a forward pass do (`engine.batching`), the others take turns. Requests join
+and leave between steps. Nothing here knows HTTP.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from offload_decode.common.memory import give_back
 from offload_decode.engine.batching import packing_key, run_turns
 from offload_decode.engine.citations import cite
 from offload_decode.selectors.budgets import PASS_TOKENS
-from offload_decode.server.loaded_models import Resident
+from offload_decode.server.loaded_models import Target
 from offload_decode.server.metrics import Metrics
-from offload_decode.server.prefix_cache import Tails
+from offload_decode.server.prefix_cache import PrefixCache
 from offload_decode.server.requests import Busy, Done, Emit, Failed, Request, Settings, TimedOut, TooLarge
-from offload_decode.server.sequences import Answering, Part
+from offload_decode.server.sequences import Part, RunningRequest
 from offload_decode.types import StepStats
 
 LOG = logging.getLogger("offload_decode.server")
@@ -39,29 +39,29 @@ STEP_S = 0.25
 class Ticket:
     """A request that was taken on."""
 
-    def __init__(self, scheduler: Scheduler, answering: Answering):
+    def __init__(self, scheduler: Scheduler, running: RunningRequest):
         self._scheduler = scheduler
-        self._answering = answering
+        self._running = running
 
     @property
     def id(self) -> str:
-        """As the request's."""
-        return self._answering.request.id
+        """The request's."""
+        return self._running.request.id
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: it is dropped before the next step. Any thread may say so."""
-        self._scheduler.cancel(self._answering)
+        """Drop the request before the next step. Any thread may do so."""
+        self._scheduler.cancel(self._running)
 
 
 class Scheduler:
     """Takes requests from any thread, and answers them in one of its own."""
 
-    def __init__(self, settings: Settings, tails: Tails, metrics: Metrics):
+    def __init__(self, settings: Settings, prefix_cache: PrefixCache, metrics: Metrics):
         self.settings = settings
-        self.tails = tails
+        self.prefix_cache = prefix_cache
         self.metrics = metrics
-        self._waiting: deque[Answering] = deque()
-        self._running: list[Answering] = []
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
         self._pace: dict[str, float] = {}  # seconds for a token of a prompt, by model
         self._changed = threading.Condition()
         self._closing = self._stopped = False
@@ -69,14 +69,14 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, resident: Resident, emit: Emit) -> Ticket:
+    def submit(self, request: Request, target: Target, emit: Emit) -> Ticket:
         """Take on a request; its events go to `emit`, from the scheduler's threads, one after another.
 
         Raises `Busy` where too many wait, and `TooLarge` for what can never run.
         """
-        answering = Answering(request, resident, emit, self.metrics.watch(resident.entry.name))
+        running = RunningRequest(request, target, emit, self.metrics.watch(target.entry.name))
         try:
-            self._check(answering)
+            self._check(running)
             with self._changed:
                 full = len(self._waiting) >= max(self.settings.max_waiting, 1)
                 if full or self._closing:
@@ -85,17 +85,17 @@ class Scheduler:
                         if self._closing
                         else f"{len(self._waiting)} requests are waiting already: try again in a moment"
                     )
-                self._waiting.append(answering)
+                self._waiting.append(running)
                 self._changed.notify()
         except OffloadDecodeError as error:
-            answering.refuse(error)
+            running.refuse(error)
             raise
-        return Ticket(self, answering)
+        return Ticket(self, running)
 
-    def cancel(self, answering: Answering) -> None:
+    def cancel(self, running: RunningRequest) -> None:
         """Drop a request before the next step, and free what it holds."""
         with self._changed:
-            answering.cancelled = True
+            running.cancelled = True
             self._changed.notify()
 
     def count(self) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class Scheduler:
     def uses(self, name: str) -> bool:
         """Whether a name is being answered from, or an answer of it is being put away."""
         with self._changed:
-            if any(one.resident.entry.name == name for one in (*self._running, *self._waiting)):
+            if any(one.target.entry.name == name for one in (*self._running, *self._waiting)):
                 return True
         with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
             self._ending.submit(int).result()  # all that has ended before is put away then
@@ -123,8 +123,8 @@ class Scheduler:
         self._thread.join(timeout=60)
         self._ending.shutdown()
 
-    def _check(self, answering: Answering) -> None:
-        request, settings = answering.request, self.settings
+    def _check(self, running: RunningRequest) -> None:
+        request, settings = running.request, self.settings
         if len(request.tokens) > settings.max_prompt:
             raise TooLarge(
                 f"the prompt has {len(request.tokens):,} tokens, and this server takes "
@@ -132,7 +132,7 @@ class Scheduler:
             )
         if request.n > settings.max_running:
             raise TooLarge(f"this server writes at most {settings.max_running} answers at a time")
-        if answering.bytes > settings.running_bytes:
+        if running.bytes > settings.running_bytes:
             raise TooLarge(
                 "the prompt and its answers need more memory than this server has for them: ask for fewer "
                 "tokens, or fewer answers"
@@ -142,7 +142,7 @@ class Scheduler:
         patience: float | None = None
         while True:
             with self._changed:
-                if not self._changed.wait_for(self._asked, patience):
+                if not self._changed.wait_for(self._has_work, patience):
                     give_back()
                     patience = None
                     continue
@@ -153,28 +153,28 @@ class Scheduler:
                 self._step()
             except Exception as error:  # whatever it was, the next request is answered
                 LOG.exception("a step of the scheduler failed")
-                for answering in list(self._running):
-                    self._fail(answering, error)
+                for running in list(self._running):
+                    self._fail(running, error)
 
-    def _asked(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self._running or self._waiting or self._closing)
 
     def _step(self) -> None:
         """One token of every answer, and a part of the prompts."""
         self._drop_gone()
         self._admit()
-        groups: dict[Hashable, list[Answering]] = defaultdict(list)
+        groups: dict[Hashable, list[RunningRequest]] = defaultdict(list)
         whole = [one for one in self._running if one.prompting and one.whole]
-        for answering in self._running:
-            if answering in whole[1:]:
+        for running in self._running:
+            if running in whole[1:]:
                 continue  # of questions that run whole, one in a step
-            key = packing_key(answering.conversation)
-            groups[answering if key is None else key].append(answering)
+            key = packing_key(running.conversation)
+            groups[running if key is None else key].append(running)
         asking = sum(any(one.prompting for one in group) for group in groups.values())
         for group in groups.values():
             self._run(self._parts(group, asking))
-        for answering in [one for one in self._running if one.done]:
-            self._end(answering)
+        for running in [one for one in self._running if one.done]:
+            self._end(running)
         if not self._running:
             with self._changed:
                 self._changed.notify_all()  # `close` waits for this
@@ -183,18 +183,18 @@ class Scheduler:
         now = time.perf_counter()
         with self._changed:
             here = [*self._running, *self._waiting]
-        for answering in here:
-            if answering.cancelled:
-                self._leave(answering)
-                answering.abort()
+        for running in here:
+            if running.cancelled:
+                self._leave(running)
+                running.abort()
             elif self._stopped:
-                self._fail(answering, Busy("the server is being stopped: ask again in a moment"))
-            elif now > answering.deadline:
-                limit = answering.deadline - answering.submitted
-                self._fail(answering, TimedOut(f"the answer was not whole after {limit:g} seconds"))
+                self._fail(running, Busy("the server is being stopped: ask again in a moment"))
+            elif now > running.deadline:
+                limit = running.deadline - running.submitted
+                self._fail(running, TimedOut(f"the answer was not whole after {limit:g} seconds"))
 
     def _admit(self) -> None:
-        """Begin what waits, in its order, as far as there is room."""
+        """Begin waiting requests, in their order, as far as there is room."""
         while True:
             with self._changed:
                 rows = sum(one.request.n for one in self._running)
@@ -209,14 +209,14 @@ class Scheduler:
             try:
                 # Each token that is scored must be run.
                 scored = first.request.prompt_logprobs is not None
-                key, tokens = first.resident.key, first.request.tokens
-                first.begin(None if scored else self.tails.take(key, tokens))
+                key, tokens = first.target.key, first.request.tokens
+                first.begin(None if scored else self.prefix_cache.take(key, tokens))
             except Exception as error:  # noqa: BLE001  # of this request alone
                 self._fail(first, error)
 
-    def _parts(self, group: Sequence[Answering], asking: int) -> list[Part]:
-        """What a group runs in one pass: a token of every answer, and prompts, the shortest first, but some
-        of the oldest in any case. So many groups are `asking` in this step.
+    def _parts(self, group: Sequence[RunningRequest], asking: int) -> list[Part]:
+        """The parts of a group in one pass: a token of every answer, and prompts, the shortest first, but
+        some of the oldest in any case. So many groups are `asking` in this step.
         """
         parts = [part for one in group if not one.prompting for part in one.parts()]
         prompts = sorted((one for one in group if one.prompting), key=lambda one: one.prompting)
@@ -224,7 +224,7 @@ class Scheduler:
             return parts
         if prompts[0].whole:
             return parts + prompts[0].parts(prompts[0].prompting)
-        left = self._share(prompts[0].resident, asking)
+        left = self._share(prompts[0].target, asking)
         oldest = min(prompts, key=lambda one: one.submitted)
         shares = {oldest: min(oldest.prompting, max(LEAST_SHARE, left // 4))}
         left -= shares[oldest]
@@ -234,9 +234,9 @@ class Scheduler:
             shares[one], left = before + more, left - more
         return parts + [part for one, share in shares.items() if share for part in one.parts(share)]
 
-    def _share(self, resident: Resident, asking: int) -> int:
+    def _share(self, target: Target, asking: int) -> int:
         """Tokens of prompts in one pass: fewer while answers are being written, and the more groups ask."""
-        pace = self._pace.get(resident.loaded.model_id)
+        pace = self._pace.get(target.loaded.model_id)
         if pace is None or all(one.prompting for one in self._running):
             return PASS_TOKENS
         return max(LEAST_SHARE, min(PASS_TOKENS, int(STEP_S / pace / asking)))
@@ -248,63 +248,63 @@ class Scheduler:
             logits = run_turns([part.turn for part in parts])
         except Exception as error:  # noqa: BLE001  # of the requests that it concerns
             if len(parts) == 1:
-                self._fail(parts[0].answering, error)
+                self._fail(parts[0].running, error)
             else:
                 for part in parts:
-                    if part.answering in self._running:
+                    if part.running in self._running:
                         self._run([part])
             return
         self._count(parts, time.perf_counter() - began)
         for part, one in zip(parts, logits, strict=True):
-            if part.answering not in self._running:  # another of its answers failed
+            if part.running not in self._running:  # another of its answers failed
                 continue
             try:
                 part.took(one)
             except Exception as error:  # noqa: BLE001  # of this request alone
-                self._fail(part.answering, error)
+                self._fail(part.running, error)
 
     def _count(self, parts: Sequence[Part], seconds: float) -> None:
         stats, tokens = StepStats(), 0
         for part in parts:
             own = part.turn.conversation.prefix.take_stats()
-            part.answering.stats.add(own)
+            part.running.stats.add(own)
             stats.add(own)
             tokens += len(part.turn.tokens)
         self.metrics.passed(len(parts), tokens, seconds, stats)
         if tokens - len(parts) >= LEAST_SHARE:
-            model = parts[0].answering.resident.loaded.model_id
+            model = parts[0].running.target.loaded.model_id
             self._pace[model] = 0.5 * self._pace.get(model, seconds / tokens) + 0.5 * seconds / tokens
 
-    def _end(self, answering: Answering) -> None:
+    def _end(self, running: RunningRequest) -> None:
         with self._changed:  # `uses` must not look between these two
-            self._leave(answering)
-            self._ending.submit(self._ended, answering)
+            self._leave(running)
+            self._ending.submit(self._ended, running)
 
-    def _ended(self, answering: Answering) -> None:
-        """Remember the turn, and say what it attended to."""
+    def _ended(self, running: RunningRequest) -> None:
+        """Cache the turn, and find its citations."""
         try:
             found = None
-            if answering.watch is not None:
-                store, loaded = answering.resident.start.store, answering.resident.loaded
-                found = cite(answering.watch, store, loaded.known_tokenizer)
-            for conversation in answering.conversations():
+            if running.watch is not None:
+                store, loaded = running.target.start.store, running.target.loaded
+                found = cite(running.watch, store, loaded.known_tokenizer)
+            for conversation in running.conversations():
                 conversation.prefix.watches = ()
-                self.tails.keep(answering.resident.key, conversation)
-            answering.emit(Done(answering.usage, answering.stats, found))
+                self.prefix_cache.keep(running.target.key, conversation)
+            running.emit(Done(running.usage, running.stats, found))
         except Exception as error:
             LOG.exception("the end of a request failed")
-            answering.emit(Failed(error))
-        answering.forget()
+            running.emit(Failed(error))
+        running.forget()
 
-    def _fail(self, answering: Answering, error: Exception) -> None:
+    def _fail(self, running: RunningRequest, error: Exception) -> None:
         if not isinstance(error, OffloadDecodeError):
-            LOG.error("request %s failed", answering.request.id, exc_info=error)
-        self._leave(answering)
-        answering.emit(Failed(error))
-        answering.forget()
+            LOG.error("request %s failed", running.request.id, exc_info=error)
+        self._leave(running)
+        running.emit(Failed(error))
+        running.forget()
 
-    def _leave(self, answering: Answering) -> None:
+    def _leave(self, running: RunningRequest) -> None:
         with self._changed:
             for place in (self._running, self._waiting):
-                if answering in place:
-                    place.remove(answering)
+                if running in place:
+                    place.remove(running)

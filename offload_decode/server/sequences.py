@@ -1,4 +1,6 @@
-"""A request that is being answered: its prompt runs in parts, then each of its answers token by token."""
+"""A request that is being answered: its prompt runs in parts, then each of its answers token by token, whose
+text is shown as it comes.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,15 @@ from offload_decode.engine.sampler import Pieces
 from offload_decode.planning.sizes import tail_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics
-from offload_decode.server.loaded_models import Resident
+from offload_decode.server.loaded_models import Target
 from offload_decode.server.requests import Delta, Emit, Ended, Event, Failed, Prompted, Request, Scored, Usage
 from offload_decode.server.sampling import Picker, scored, vocabulary_of
 from offload_decode.types import StepStats
 
-# The text of an answer as it comes: no piece ends within a character, and no stop string is ever shown.
-
 
 class Text:
-    """Tokens in, text out, up to the first of the strings of `stop` that is complete; `stopped` tells of it.
+    """Tokens in, text out, up to the first of the strings of `stop` that is complete; then it is `stopped`.
+    No piece ends within a character, and no stop string is ever shown.
 
     The text ends where that string begins; of several that end with the same character, where the longest
     begins. Unless `raw`, the joined text is without white space at its ends, as `Answer.text` is. The same
@@ -54,13 +55,13 @@ class Text:
         self._blank = ""
 
     def push(self, token: int) -> str:
-        """What one more token lets be shown; it may be nothing."""
+        """The text that can be shown with one more token; it may be empty."""
         if token in self._shown:
             return self._until_stop(self._pieces.rest() + self._shown[token])
         return self._until_stop(self._pieces.push(token))
 
     def rest(self) -> str:
-        """What is left when no more tokens come."""
+        """The rest, when no more tokens come."""
         shown = self._until_stop(self._pieces.rest())
         last, self._open = self._open, ""
         return shown + self._trimmed(last)
@@ -91,9 +92,9 @@ class Text:
 
 
 class Part(NamedTuple):
-    """What a request has in a pass: the logits of its turn go to `took`."""
+    """A request's part of a pass: the logits of its turn go to `took`."""
 
-    answering: Answering
+    running: RunningRequest
     turn: Turn
     took: Callable[[Tensor], None]
 
@@ -112,14 +113,14 @@ class RunningSequence:
     finish: Literal["stop", "length"] | None = None
 
 
-class Answering:
+class RunningRequest:
     """A request behind its stored prefix. The scheduler asks for the next tokens (`parts`), runs them among
     those of others, and hands over the logits.
     """
 
-    def __init__(self, request: Request, resident: Resident, emit: Emit, followed: metrics.Watch):
+    def __init__(self, request: Request, target: Target, emit: Emit, followed: metrics.Watch):
         self.request = request
-        self.resident = resident
+        self.target = target
         self.cancelled = False
         self.submitted = time.perf_counter()
         self.deadline = self.submitted + (request.deadline_s or math.inf)
@@ -158,31 +159,33 @@ class Answering:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        stored = self.resident.start.prefix.length
+        stored = self.target.start.prefix.length
         written = sum(one.tokens for one in self._sequences)
         return Usage(stored + len(self.request.tokens), stored + self._cached, written)
 
     @cached_property
     def bytes(self) -> int:
         """Memory that its tokens may come to."""
-        loaded, request = self.resident.loaded, self.request
+        loaded, request = self.target.loaded, self.request
         most = request.generation.max_tokens or 0
         held = request.n * tail_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
-        if request.prompt_logprobs is not None and self.resident.start.pass_tokens > PASS_TOKENS:
+        if request.prompt_logprobs is not None and self.target.start.pass_tokens > PASS_TOKENS:
             # All logits of a question that runs whole are there at once, and once more as they are joined.
             held += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)
         return held
 
-    def begin(self, remembered: Conversation | None) -> None:
-        """Go on from a conversation that holds the first tokens of the prompt, or from the stored prefix."""
+    def begin(self, cached: Conversation | None) -> None:
+        """Continue a cached conversation of the first tokens of the prompt, or begin behind the stored
+        prefix.
+        """
         self._followed.started()
-        self._conversation = conversation = remembered or self.resident.start.fork()
+        self._conversation = conversation = cached or self.target.start.fork()
         self._cached = len(conversation.tokens)
         self._rest = self.request.tokens[self._cached :]
         conversation.admitted(len(self._rest) + self._most, self.request.n)
 
     def parts(self, share: int = 0) -> list[Part]:
-        """What is to be run next: `share` tokens of the prompt, or one token of each answer."""
+        """The next turns to run: `share` tokens of the prompt, or one token of each answer."""
         if self._rest:
             if self._cites and share >= len(self._rest):  # the question's last token counts, and its answer's
                 self._see(self.conversation)
@@ -199,28 +202,28 @@ class Answering:
         return [one.conversation for one in reversed(self._sequences)]
 
     def emit(self, event: Event) -> None:
-        """Tell whoever asked, unless they have gone."""
+        """Send an event to the client, unless it has gone."""
         self._followed.event(event)
         if not self.cancelled:
             self._emit(event)
 
     def refuse(self, error: Exception) -> None:
-        """It was not taken on; whoever asked knows."""
+        """It was not taken on; `submit` raises."""
         self._followed.event(Failed(error))
 
     def abort(self) -> None:
-        """Whoever asked has gone."""
+        """The client has gone."""
         self._followed.aborted()
         self.forget()
 
     def forget(self) -> None:
-        """Hold no memory any more."""
+        """Free its memory."""
         self._conversation = self._last = None
         self._sequences, self.watch = [], None
 
     @property
     def _cites(self) -> bool:
-        return self.request.cite and self.resident.stored
+        return self.request.cite and self.target.stored
 
     @property
     def _most(self) -> int:
@@ -248,7 +251,7 @@ class Answering:
 
     def _answer(self, logits: Tensor) -> None:
         """The prompt is whole: the first token of each answer."""
-        request, first, loaded = self.request, self.conversation, self.resident.loaded
+        request, first, loaded = self.request, self.conversation, self.target.loaded
         if not (most := self._most):
             for index in range(request.n):
                 self.emit(Ended(index, "length"))
@@ -265,7 +268,7 @@ class Answering:
             self._take(one, logits)
 
     def _take(self, one: RunningSequence, logits: Tensor) -> None:
-        """Pick the next token of an answer, and tell of it."""
+        """Pick the next token of an answer, and send it."""
         picked = one.picker.pick(logits)
         if picked.token in one.conversation.end_tokens and not self.request.generation.ignore_end:
             if self.request.raw and self.request.generation.top_logprobs is not None:

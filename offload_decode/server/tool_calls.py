@@ -1,4 +1,6 @@
-"""Tools that a model may call: how its chat template has calls written, and answers that must be calls."""
+"""Tools that a model may call: the form in which its chat template writes calls, a grammar of answers that
+must be calls, and calls read from the text of an answer as it comes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,15 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.server.grammar import JSON_OPTIONS, check_grammar
 from offload_decode.server.requests import Delta, Emit, Ended, Event, ToolCall, WrongField
 
-# Calls of tools in the text of an answer, as it comes: in the forms that chat templates teach models.
-
 _BETWEEN = re.compile(r"[\s;,]*")
 _JSON = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a model writes calls: `begin`, their JSON, `end` (None: the answer's end). arguments: what they are
-    called in it. bare: an answer that is an object from its first character is a call too. named: the name
-    of a function stands before its arguments, with `[ARGS]` between them.
+    """How a model writes calls: `begin`, their JSON, `end` (None: the answer's end). arguments: their key in
+    the JSON. bare: an answer that is an object from its first character is a call too. named: the name of a
+    function stands before its arguments, with `[ARGS]` between them.
     """
 
     begin: str
@@ -34,22 +34,28 @@ class Form:
     named: bool = False
 
 
-class Calls:
-    """Text in, text and calls out: what is no call is shown as it is, but for white space before one.
+HERMES = Form("<tool_call>", "</tool_call>")
+LLAMA = Form("<|python_tag|>", None, "parameters", bare=True)
+MISTRAL = Form("[TOOL_CALLS]", None)
+MISTRAL_NAMED = Form("[TOOL_CALLS]", None, named=True)
 
-    The same text gives the same, however it is cut into pieces.
+
+class CallParser:
+    """Text in, text and calls out: text outside calls is unchanged, but for white space before one.
+
+    The same text gives the same result, however it is cut into pieces.
     """
 
     def __init__(self, form: Form, names: frozenset[str]):
         self._form = form
         self._names = names
-        self._held = ""
+        self._pending = ""
         self._inside = False  # of a call, that begins with `_held`
         self._fresh = True  # nothing was shown, and nothing called
 
     def push(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """What more text lets be shown, and the calls that it completes."""
-        self._held += text
+        """The text that can be shown now, and the calls that it completes."""
+        self._pending += text
         shown, calls = "", list[ToolCall]()
         while True:
             if not self._inside:
@@ -57,24 +63,24 @@ class Calls:
                 shown, self._fresh = shown + more, self._fresh and not more
             if not self._inside or self._form.end is None:
                 break
-            body, end, rest = self._held.partition(self._form.end)
+            body, end, rest = self._pending.partition(self._form.end)
             if not end:
                 break
             found = self._read(body.removeprefix(self._form.begin))
             shown += "" if found else body + end
             calls += found
-            self._held, self._inside, self._fresh = rest, False, False
+            self._pending, self._inside, self._fresh = rest, False, False
         return shown, tuple(calls)
 
     def rest(self) -> tuple[str, tuple[ToolCall, ...]]:
-        """What is left when no more text comes."""
-        found = self._read(self._held.strip().removeprefix(self._form.begin)) if self._inside else []
-        shown, self._held = "" if found else self._held, ""
+        """The rest, when no more text comes."""
+        found = self._read(self._pending.strip().removeprefix(self._form.begin)) if self._inside else []
+        shown, self._pending = "" if found else self._pending, ""
         return shown, tuple(found)
 
     def _until_begin(self) -> str:
-        """Take what can be no part of a call."""
-        begin, text = self._form.begin, self._held
+        """Take the text that can be no part of a call."""
+        begin, text = self._form.begin, self._pending
         start = text.find(begin)
         if self._form.bare and self._fresh and text.lstrip()[:1] == "{":
             start = 0
@@ -83,7 +89,7 @@ class Calls:
             last = range(max(0, len(text) - len(begin) + 1), len(text))
             start = next((place for place in last if begin.startswith(text[place:])), len(text))
         shown = text[:start].rstrip()
-        self._held = text[start:] if self._inside else text[len(shown) :]
+        self._pending = text[start:] if self._inside else text[len(shown) :]
         return shown
 
     def _read(self, body: str) -> list[ToolCall]:
@@ -115,54 +121,41 @@ class Calls:
         arguments = value.get(self._form.arguments, {})
         if not isinstance(arguments, dict):
             return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return ToolCall(_new_id(), value["name"], written)
+        # Mistral's templates take an id of nine letters and digits, others any.
+        id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return ToolCall(id, value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
-class Calling:
-    """Puts the calls in place of the text that they are written in; events come in, and go to `emit`."""
+class CallFilter:
+    """An `emit` that passes events on, with calls in place of the text that they are written in."""
 
     def __init__(self, emit: Emit, form: Form, names: frozenset[str]):
         self._emit = emit
         self._form = form
         self._names = names
-        self._answers: dict[int, Calls] = {}
+        self._answers: dict[int, CallParser] = {}
         self._called: set[int] = set()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Delta):
             text, calls = self._of(event.index).push(event.text)
-            self._tell(Delta(event.index, text, event.tokens, calls))
+            self._send(Delta(event.index, text, event.tokens, calls))
         elif isinstance(event, Ended):
             text, calls = self._of(event.index).rest()
             if text or calls:
-                self._tell(Delta(event.index, text, (), calls))
+                self._send(Delta(event.index, text, (), calls))
             whole = event.index in self._called and event.finish == "stop"
             self._emit(Ended(event.index, "tool_calls") if whole else event)
         else:
             self._emit(event)
 
-    def _of(self, index: int) -> Calls:
-        return self._answers.setdefault(index, Calls(self._form, self._names))
+    def _of(self, index: int) -> CallParser:
+        return self._answers.setdefault(index, CallParser(self._form, self._names))
 
-    def _tell(self, delta: Delta) -> None:
+    def _send(self, delta: Delta) -> None:
         if delta.calls:
             self._called.add(delta.index)
         self._emit(delta)
-
-
-def as_sent(call: ToolCall) -> dict[str, Any]:
-    """A call as OpenAI's messages have it."""
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-def _new_id() -> str:
-    """The id of a call: Mistral's templates take one of nine letters and digits, others any."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def _after(body: str, place: int) -> int:
@@ -170,18 +163,10 @@ def _after(body: str, place: int) -> int:
     return found.end() if found else place
 
 
-HERMES = Form("<tool_call>", "</tool_call>")
-LLAMA = Form("<|python_tag|>", None, "parameters", bare=True)
-MISTRAL = Form("[TOOL_CALLS]", None)
-MISTRAL_NAMED = Form("[TOOL_CALLS]", None, named=True)
-
-Tool = Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class Choice:
-    """Which calls an answer may have. names: of the functions. shown: special tokens that calls are written
-    with, and their texts. grammar: what holds an answer to calls, None where it may be text.
+    """The calls that an answer may have. names: of the functions. shown: special tokens that calls are
+    written with, and their texts. grammar: of an answer that must be calls, None where it may be text.
     """
 
     form: Form
@@ -192,7 +177,7 @@ class Choice:
 
 def choice_of(
     loaded: LoadedModel,
-    tools: Sequence[Tool] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
     choice: str | Mapping[str, Any] | None,
     text_grammar: Mapping[str, Any] | None = None,
 ) -> Choice | None:
@@ -212,13 +197,14 @@ def choice_of(
     form = form_of(loaded.known_tokenizer)
     shown = _shown(loaded.known_tokenizer, form)
     grammar = None
-    said = None if chosen else _schema(text_grammar)
-    if said is not None:
-        check_grammar(loaded, {"json_schema": said})
-    if chosen or said is not None:
+    schema = None
+    if not chosen and text_grammar is not None:
+        schema = text_grammar.get("json_schema", {"type": "object"})
+        check_grammar(loaded, {"json_schema": schema})
+    if chosen or schema is not None:
         tokens = {text: f"<[{token}]>" for token, text in shown.items()}
         several = choice in ("required", "auto", None)
-        grammar = {"lark": _lark(form, chosen or functions, tokens, several, said)}
+        grammar = {"lark": _lark(form, chosen or functions, tokens, several, schema)}
         check_grammar(loaded, grammar, "tools")
     return Choice(form, names, shown, grammar)
 
@@ -242,7 +228,7 @@ def form_of(tokenizer: Any) -> Form:
     )
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise WrongField("each tool must have a function with a name", "tools")
@@ -266,13 +252,6 @@ def _chosen(functions: list[dict[str, Any]], choice: str | Mapping[str, Any] | N
     return found
 
 
-def _schema(grammar: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if grammar is None:
-        return None
-    schema: Mapping[str, Any] = grammar.get("json_schema", {"type": "object"})
-    return schema
-
-
 def _shown(tokenizer: Any, form: Form) -> dict[int, str]:
     """The tokens that a decoder leaves out, and that calls are known by."""
     marks = {form.begin, form.end, "[ARGS]" if form.named else None}
@@ -285,10 +264,10 @@ def _lark(
     functions: list[dict[str, Any]],
     tokens: Mapping[str, str],
     several: bool,
-    said: Mapping[str, Any] | None,
+    schema: Mapping[str, Any] | None,
 ) -> str:
-    """A Lark grammar of calls as the form has them, or of JSON of the schema `said`; `tokens` are how it
-    spells special ones.
+    """A Lark grammar of calls as the form has them, or of JSON of `schema`; `tokens` are how it spells
+    special tokens.
     """
 
     def text(written: str) -> str:
@@ -311,11 +290,11 @@ def _lark(
     if form == MISTRAL:
         start = f'{text(form.begin)} " "? "[" {start} "]"'
     rules = [f"start: {start}", f"call: {one}"]
-    if said is not None:
-        rules[0] += " | said"
-        rules.append(f"said: %json {json.dumps({**said, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}")
+    if schema is not None:
+        rules[0] += " | text"
+        rules.append(f"text: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}")
     for number, function in enumerate(functions):
-        schema = {"type": "object", **function["parameters"], "x-guidance": JSON_OPTIONS}
+        parameters = {"type": "object", **function["parameters"], "x-guidance": JSON_OPTIONS}
         rules.append(f"call_{number}: {call(number, function['name'])}")
-        rules.append(f"arguments_{number}: %json {json.dumps(schema, ensure_ascii=False)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(parameters, ensure_ascii=False)}")
     return "\n".join(rules)

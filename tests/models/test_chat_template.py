@@ -14,7 +14,8 @@ from offload_decode.models.prompt import (
     prompt_for,
     rendered,
 )
-from offload_decode.server.chat_prompt import Message, Template
+from offload_decode.server.chat_prompt import Template
+from offload_decode.server.messages import Message
 from offload_decode.server.requests import WrongField
 from tests.tiny import tiny_tokenizer
 

@@ -120,7 +120,7 @@ def serve(shelf: Path) -> Iterator[Callable[..., Service]]:
             Catalog([*places] or [shelf / "stores"]), Settings(**{"config": config, **settings})
         )
         opened.append(service)
-        service.residents.preload(service.catalog.entries()[0]).result(timeout=120)
+        service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
         return service
 
     yield make

@@ -28,13 +28,13 @@ from offload_decode.server.requests import (
     Usage,
     WrongField,
 )
-from offload_decode.server.service import ChatAsked, CompletionAsked
+from offload_decode.server.service import ChatRequest, CompletionRequest
 from offload_decode.types import CitedDocument, CitedSpan, StepStats
 from tests.tiny import tiny_tokenizer
 
 STORED = 100
 """Tokens that lie in front of every question."""
-Asked = ChatAsked | CompletionAsked
+Asked = ChatRequest | CompletionRequest
 CITED = (CitedDocument("minutes.txt", 0.75, (CitedSpan(3, 7, "Ada wrote it.", 0.5),)),)
 
 
@@ -73,7 +73,7 @@ class Catalog:
         raise NoSuchName(f"nothing here is called '{name}': there are book, tiny")
 
 
-class Residents:
+class LoadedModels:
     """One model is in memory, of which only the tokenizer is asked for."""
 
     def __init__(self, service: FakeService):
@@ -117,7 +117,7 @@ class FakeService:
     def __init__(self, settings: Settings | None = None):
         self.settings = settings or Settings()
         self.catalog = Catalog()
-        self.residents = Residents(self)
+        self.loaded_models = LoadedModels(self)
         self.jobs = Jobs(self.catalog)
         self.tickets: list[Ticket] = []
         self.fault: Exception | None = None
@@ -128,12 +128,12 @@ class FakeService:
         self.closed = False
         self.metrics = Metrics()
 
-    def chat(self, asked: ChatAsked, emit: Emit) -> Ticket:
+    def chat(self, asked: ChatRequest, emit: Emit) -> Ticket:
         text = str(asked.messages[-1].get("content"))
         check_characters([text], "messages")
         return self._begin(asked, text, "", emit)
 
-    def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
+    def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
         prompt = asked.prompt if isinstance(asked.prompt, str) else self.detokenize("", asked.prompt)
         check_characters([prompt], "prompt")
         return self._begin(asked, prompt[::-1], prompt, emit)
@@ -182,7 +182,7 @@ class FakeService:
             return
         top = asked.generation.top_logprobs
         scores = None
-        if isinstance(asked, CompletionAsked) and asked.prompt_logprobs is not None:
+        if isinstance(asked, CompletionRequest) and asked.prompt_logprobs is not None:
             scores = tuple(
                 Scored(ord(sign)) if not at else scored(ord(sign), asked.prompt_logprobs)
                 for at, sign in enumerate(prompt)

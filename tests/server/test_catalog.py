@@ -14,8 +14,8 @@ import pytest
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError
 from offload_decode.prefill_jobs.indexing import build_indexes
-from offload_decode.server import catalog as watching
-from offload_decode.server.catalog import Catalog
+from offload_decode.server import catalog as module
+from offload_decode.server.catalog import Catalog, StoreWatcher
 from offload_decode.server.requests import NoSuchName
 from offload_decode.store.reader import KVStore
 from tests.store.jobs import FULL, make_job
@@ -169,7 +169,7 @@ def test_without_notices_folders_are_polled(
     opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "watchfiles", None)
-    monkeypatch.setattr(watching, "POLL_S", 0.01)
+    monkeypatch.setattr(module, "POLL_S", 0.01)
     catalog = opened(shelf)
     make_store(shelf / "book.kv")
     until(lambda: "book" in names(catalog))
@@ -178,7 +178,7 @@ def test_without_notices_folders_are_polled(
 def test_a_name_that_is_no_text_does_not_end_the_watch(
     opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
     catalog = opened(shelf)
     time.sleep(0.3)  # until the folder is watched
     (shelf / os.fsdecode(b"bad\xff")).mkdir()
@@ -188,7 +188,7 @@ def test_a_name_that_is_no_text_does_not_end_the_watch(
 
 
 def test_a_look_that_fails_is_not_the_last(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "POLL_S", 0.01)
+    monkeypatch.setattr(module, "POLL_S", 0.01)
     looked: list[int] = []
     stop = threading.Event()
 
@@ -198,7 +198,7 @@ def test_a_look_that_fails_is_not_the_last(shelf: Path, monkeypatch: pytest.Monk
             stop.set()
         raise RuntimeError("of a subscriber")
 
-    watching.watch([shelf], stop, changed)
+    StoreWatcher([shelf]).watch(stop, changed)
     assert len(looked) > 2
 
 

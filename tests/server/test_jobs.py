@@ -29,8 +29,7 @@ from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.server import job_process, jobs
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.job_files import JOBS, Job, JobFiles, Stated, Upload, Work
-from offload_decode.server.job_progress import Speed
-from offload_decode.server.jobs import Jobs
+from offload_decode.server.jobs import Jobs, Speed
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree

@@ -14,8 +14,8 @@ from offload_decode.server import metrics
 def test_json_lines_hold_the_fields_of_a_request() -> None:
     out = io.StringIO()
     metrics.configure("json", out)
-    with metrics.request(request_id="r1", route="/v1/models"):
-        metrics.line()["status"] = 200
+    with metrics.logged_request(request_id="r1", route="/v1/models"):
+        metrics.log_fields()["status"] = 200
     (said,) = [json.loads(text) for text in out.getvalue().splitlines()]
     assert (said["message"], said["request_id"], said["status"]) == ("request", "r1", 200)
     assert said["seconds"] >= 0
@@ -25,7 +25,7 @@ def test_json_lines_hold_the_fields_of_a_request() -> None:
 def test_records_within_a_request_name_it_and_others_do_not() -> None:
     out = io.StringIO()
     metrics.configure("json", out)
-    with metrics.request(request_id="r1"):
+    with metrics.logged_request(request_id="r1"):
         metrics.LOG.warning("something")
     metrics.LOG.warning("something")
     within, _, outside = [json.loads(text) for text in out.getvalue().splitlines()]
@@ -37,7 +37,7 @@ def test_records_within_a_request_name_it_and_others_do_not() -> None:
 def test_a_value_never_becomes_a_line(style: str) -> None:
     out = io.StringIO()
     metrics.configure(style, out)  # type: ignore[arg-type]
-    with metrics.request(model="book\n2026 error all is lost\x1b[2J\u2028"):
+    with metrics.logged_request(model="book\n2026 error all is lost\x1b[2J\u2028"):
         metrics.LOG.info("a message\nwith a break")
     assert len(out.getvalue().splitlines()) == 2
     assert "\x1b" not in out.getvalue()
@@ -46,7 +46,7 @@ def test_a_value_never_becomes_a_line(style: str) -> None:
 def test_text_lines_can_be_read_by_people() -> None:
     out = io.StringIO()
     metrics.configure("text", out)
-    with metrics.request(request_id="r1", model="my book"):
+    with metrics.logged_request(request_id="r1", model="my book"):
         pass
     assert ' info request request_id=r1 model="my book" seconds=' in out.getvalue()
 
@@ -71,5 +71,5 @@ def test_an_exception_stays_in_its_line() -> None:
 
 
 def test_outside_of_a_request_nothing_is_remembered() -> None:
-    metrics.line()["model"] = "book"
-    assert metrics.line() == {}
+    metrics.log_fields()["model"] = "book"
+    assert metrics.log_fields() == {}

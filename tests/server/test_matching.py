@@ -16,12 +16,12 @@ from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.server import matching
 from offload_decode.server.matching import Matcher
 from offload_decode.server.requests import Generation, WrongField
-from offload_decode.server.service import ChatAsked
+from offload_decode.server.service import ChatRequest
 from offload_decode.store.reader import KVStore
 from tests.models.tokenizers import KINDS, tokenizer_of
 from tests.server.conftest import TEXTS as SERVED
 from tests.server.conftest import Listener
-from tests.server.test_prompts import CHAT, said, user
+from tests.server.test_chat_prompt import CHAT, said, user
 from tests.tiny import tiny_model
 
 BOOK = "The lamp burns low. (He said so.)\n\n    Who wrote it? The keeper of </s> é 字 🙂 the lighthouse"
@@ -192,7 +192,7 @@ def test_a_service_answers_from_the_store_that_is_found(service):
 
     def heard(model, text):
         listener = Listener()
-        service.chat(ChatAsked("id", model, generation, messages=[user(text)]), listener)
+        service.chat(ChatRequest("id", model, generation, messages=[user(text)]), listener)
         return listener.all()
 
     whole = heard(bare, f"{SERVED['book']}\n\n{question}")

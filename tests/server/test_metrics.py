@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offload_decode.server import metrics as logs
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.metrics import Metrics, Watch
+from offload_decode.server.metrics import Metrics, Watch, logged_request
 from offload_decode.server.requests import Busy, Delta, Done, Ended, Failed, Prompted, Scored, Settings, Usage
 from offload_decode.server.service import Service
 from offload_decode.types import StepStats
@@ -147,7 +146,7 @@ def test_a_service_tells_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_request_says_how_it_went() -> None:
-    with logs.request(request_id="r1") as line:
+    with logged_request(request_id="r1") as line:
         answered(Metrics().watch("book"), 1, 2, finish="length")
     assert {name: line[name] for name in ("model", "prompt_tokens", "cached_tokens", "finish")} == {
         "model": "book",

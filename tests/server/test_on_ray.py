@@ -31,7 +31,7 @@ from tests.prefill_jobs.test_ray import descendants
 
 pytest.importorskip("ray")
 
-from offload_decode.server.on_ray import Plan, Shelves, merged, on_ray, plan_for  # it imports ray
+from offload_decode.server.on_ray import BucketCatalog, Plan, merged, on_ray, plan_for  # it imports ray
 
 QUESTION = "What is the colour of thing 3?"
 
@@ -51,7 +51,7 @@ def test_metrics_of_several_servers_are_told_apart() -> None:
 def test_stores_in_buckets_are_named_before_they_are_here(shelf: Path, tmp_path: Path) -> None:
     store, url = shelf / "stores" / "book.kv", f"file://{tmp_path}/bucket/far.kv"
     push(store, url)
-    catalog = Shelves(plan_for([str(shelf / "stores"), url], Settings(), tmp_path / "cache"))
+    catalog = BucketCatalog(plan_for([str(shelf / "stores"), url], Settings(), tmp_path / "cache"))
     try:
         far, near = catalog.entry("far"), catalog.entry("book")
         assert (far.tokens, far.model_id) == (near.tokens, near.model_id)

@@ -52,7 +52,7 @@ def test_a_question_of_the_command_line_is_answered_as_without_a_server(url, she
 
 
 def test_a_prompts_log_probabilities_are_the_models(client, service):
-    loaded = service.residents.model(service.catalog.entry("model"))
+    loaded = service.loaded_models.model(service.catalog.entry("model"))
     ids = [1, *range(70, 90)]
     with torch.inference_mode():
         exact = loaded.model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -70,7 +70,7 @@ def test_a_prompts_log_probabilities_are_the_models(client, service):
 
 def test_a_text_that_ends_at_once_is_scored_up_to_its_end_token(serve, shelf):
     service = serve()
-    loaded = service.residents.model(service.catalog.entry("book"))
+    loaded = service.loaded_models.model(service.catalog.entry("book"))
     prompt = list(range(70, 80))
     with torch.inference_mode():
         likeliest = int(loaded.model(torch.tensor([prompt])).logits[0, -1].argmax())
@@ -133,7 +133,7 @@ def test_lm_eval_scores_and_asks(url, service, tmp_path):
         return [sample["resps"] for task in told["samples"].values() for sample in task]
 
     scored = samples("local-completions", "completions", [choose], model="model", num_concurrent=2)
-    loaded = service.residents.model(service.catalog.entry("model"))
+    loaded = service.loaded_models.model(service.catalog.entry("model"))
     tokenizer = loaded.known_tokenizer
     for row, both in zip(rows, scored, strict=True):
         for choice, ((said, greedy),) in zip(row["choices"], both, strict=True):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from offload_decode.server import jobs
-from offload_decode.server.jobs import Releases
+from offload_decode.server import loaded_models
+from offload_decode.server.loaded_models import Releases
 from offload_decode.server.requests import Loading
 from tests.server.test_catalog import until
 
@@ -64,7 +64,7 @@ def test_nothing_is_kept_of_names_that_were_asked_for() -> None:
 
 
 def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(loaded_models, "PATIENCE_S", 0.2)
     answers = Answers()
     answers.running = {"book"}
     own = answers.releases()

@@ -14,8 +14,8 @@ from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
 from offload_decode.server.requests import Busy, Delta, Ended, Generation, Prompted, TimedOut, TooLarge
-from offload_decode.server.sequences import Answering
-from offload_decode.server.service import ChatAsked, CompletionAsked
+from offload_decode.server.sequences import RunningRequest
+from offload_decode.server.service import ChatRequest, CompletionRequest
 from tests.server.conftest import TEXTS, Listener
 
 QUESTIONS = ("What is the colour of thing 3?", "Who jumps?", "Why", "Name the number of thing 11, please.")
@@ -25,7 +25,7 @@ def ask(service, model="book", question=QUESTIONS[0], tokens=12, **more):
     generation = more.pop("generation", Generation(max_tokens=tokens))
     messages = more.pop("messages", [{"role": "user", "content": question}])
     listener = Listener()
-    listener.ticket = service.chat(ChatAsked("id", model, generation, messages=messages, **more), listener)
+    listener.ticket = service.chat(ChatRequest("id", model, generation, messages=messages, **more), listener)
     return listener
 
 
@@ -76,7 +76,7 @@ def test_answers_are_those_of_the_engine_whoever_else_is_answered(service, answe
 
 
 def test_a_bare_model_answers_as_generate(service, shelf):
-    loaded = service.residents.model(service.catalog.entry("book"))
+    loaded = service.loaded_models.model(service.catalog.entry("book"))
     ids = torch.tensor([[1, *range(70, 100)]])
     with torch.inference_mode():
         plain = loaded.model.generate(
@@ -84,7 +84,7 @@ def test_a_bare_model_answers_as_generate(service, shelf):
         )
     listener = Listener()
     service.complete(
-        CompletionAsked("id", "model", Generation(max_tokens=9), prompt=ids[0].tolist()), listener
+        CompletionRequest("id", "model", Generation(max_tokens=9), prompt=ids[0].tolist()), listener
     )
     assert listener.all().tokens[0] == plain[0, ids.shape[1] :].tolist()
 
@@ -105,7 +105,7 @@ def test_the_prompts_log_probabilities_are_the_models(service, shelf):
     tokens = list(range(70, 100))
     listener = Listener()
     service.complete(
-        CompletionAsked(
+        CompletionRequest(
             "id", "book", Generation(max_tokens=0), selector="dense", prompt=tokens, prompt_logprobs=2
         ),
         listener,
@@ -205,7 +205,7 @@ def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
                 self.ticket.cancel()
 
     listener = Leaving()
-    asked = CompletionAsked("id", "book", Generation(max_tokens=50), prompt="Why")
+    asked = CompletionRequest("id", "book", Generation(max_tokens=50), prompt="Why")
     listener.ticket = service.complete(asked, listener)
     while not isinstance(listener.next(), Ended):
         pass
@@ -220,8 +220,8 @@ def test_a_text_is_too_long_before_its_tokens_are_counted(serve, monkeypatch):
     for prompts in ("chat_tokens", "completion_tokens", "text_tokens"):
         monkeypatch.setattr(f"offload_decode.server.service.{prompts}", None)
     for ask in (
-        lambda: service.chat(ChatAsked("id", "book", messages=messages), None),
-        lambda: service.complete(CompletionAsked("id", "book", prompt="word " * 100), None),
+        lambda: service.chat(ChatRequest("id", "book", messages=messages), None),
+        lambda: service.complete(CompletionRequest("id", "book", prompt="word " * 100), None),
         lambda: service.tokenize("book", "word " * 100),
         lambda: service.tokenize("book", messages=messages),
     ):
@@ -286,11 +286,11 @@ def test_a_second_turn_runs_its_own_tokens_alone(service, answer):
         {"role": "user", "content": "Why?"},
     ]
     again = ask(service, messages=messages).all()
-    stored = service.residents.get(service.catalog.entry("book")).start.prefix.length
+    stored = service.loaded_models.get(service.catalog.entry("book")).start.prefix.length
     assert heard.usage.cached == stored
     # All but the last token of the answer have run.
     assert again.usage.cached == heard.usage.prompt + heard.usage.completion - 1
-    service.tails.drop("book")
+    service.prefix_cache.drop("book")
     anew = ask(service, messages=messages).all()
     assert anew.usage.cached == stored
     assert anew.tokens == again.tokens
@@ -321,14 +321,14 @@ def test_an_answer_names_the_passages_it_attended_to(service):
 
 def test_a_request_that_failed_tells_nothing_more(service, monkeypatch):
     """One of its answers fails: in the same pass others of its answers had their tokens too."""
-    take = Answering._take
+    take = RunningRequest._take
 
     def broken(self, one, logits):
         if one.index == 0 and one.tokens:
             raise ValueError("it broke")
         take(self, one, logits)
 
-    monkeypatch.setattr(Answering, "_take", broken)
+    monkeypatch.setattr(RunningRequest, "_take", broken)
     listener = ask(service, n=3)
     assert isinstance(listener.all().error, ValueError)
     assert ask(service, question="Why?", tokens=1).all().error is None  # steps go on
@@ -337,7 +337,7 @@ def test_a_request_that_failed_tells_nothing_more(service, monkeypatch):
 
 def test_what_is_remembered_of_an_answer_watches_nothing(service):
     assert ask(service, cite=True).all().error is None
-    kept = [entry.conversation for entry in service.tails._entries.values()]
+    kept = [entry.conversation for entry in service.prefix_cache._entries.values()]
     assert [conversation.prefix.watches for conversation in kept] == [()]
 
 
@@ -345,7 +345,7 @@ def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
     service = serve(running_bytes=800_000)
 
     def score(selector):
-        asked = CompletionAsked(
+        asked = CompletionRequest(
             "id", "book", Generation(max_tokens=0), selector=selector, prompt=[70] * 300, prompt_logprobs=0
         )
         listener = Listener()

@@ -13,7 +13,7 @@ import pytest
 from offload_decode.common.errors import StoreNotFound
 from offload_decode.server.job_files import Upload
 from offload_decode.server.requests import Delta, Generation, NoSuchName
-from offload_decode.server.service import ChatAsked, Service
+from offload_decode.server.service import ChatRequest, Service
 from offload_decode.store.reader import KVStore
 from tests.server.conftest import AttentionDemand, Listener
 from tests.server.test_catalog import until
@@ -31,7 +31,7 @@ def ask(service: Service, tokens: int) -> Listener:
     heard = Listener()
     wanted = Generation(max_tokens=tokens, ignore_end=True)
     service.chat(
-        ChatAsked("one", "book", wanted, messages=[{"role": "user", "content": "What is thing 3?"}]), heard
+        ChatRequest("one", "book", wanted, messages=[{"role": "user", "content": "What is thing 3?"}]), heard
     )
     return heard
 

@@ -46,7 +46,6 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.state.service = service
     for room in (chat, completions, responses, models, stores, errors, page):
         app.include_router(room.router())
-    app.include_router(completions.token_router())
     add_handlers(app)
     limits = service.settings
     guard(app, access, limits.max_body, limits.max_upload)
@@ -66,7 +65,7 @@ def guard(app: FastAPI, access: Access, most: int, uploads: int) -> None:
             allow_headers=["*"],
             expose_headers=[errors.HEADER, "Retry-After"],
         )
-    app.add_middleware(errors.Seen)  # around all others
+    app.add_middleware(errors.RequestLog)  # around all others
 
 
 # An app behind a port: uvicorn, until it is told to stop.

@@ -20,29 +20,36 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaTool
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as PartLogprobs
 from pydantic import Field, StringConstraints
 
-from offload_decode.server.http import answers
 from offload_decode.server.http.answers import (
-    DONE,
     MOST_TOKENS,
-    QUIET_S,
-    Answered,
+    AnswerBody,
     Body,
-    Cited,
-    Events,
+    Cost,
     Pieces,
-    RequestMessage,
-    Stream,
-    data,
+    chat_logprobs,
+    cost,
     json_of,
-    of_chat,
+    new_id,
+    now,
     pieces_of,
     service_of,
+    started,
+    usage_of,
+    whole,
 )
 from offload_decode.server.http.errors import RESPONSES, known_names
-from offload_decode.server.requests import MOST_TOP, Delta, Done, Ended, Prompted, WrongField
-from offload_decode.server.service import ChatAsked
-from offload_decode.server.tool_calls import as_sent
-from offload_decode.types import StepStats
+from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
+from offload_decode.server.messages import call_object
+from offload_decode.server.requests import (
+    MOST_TOP,
+    AnsweredRequest,
+    Delta,
+    Done,
+    Ended,
+    Prompted,
+    WrongField,
+)
+from offload_decode.server.service import ChatRequest
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
@@ -139,7 +146,7 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatBody(RequestMessage):
+class ChatBody(AnswerBody):
     """What is asked of `/v1/chat/completions`."""
 
     messages: Messages
@@ -152,18 +159,12 @@ class ChatBody(RequestMessage):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
 
-class ChatAnswer(ChatCompletion):
-    """OpenAI's, with what was asked for by `citations`: what the answer attended to, and what it cost."""
-
-    citations: Cited | None = None
-    stats: StepStats | None = None
+class ChatAnswer(ChatCompletion, Cost):
+    """OpenAI's answer, with its citations and cost."""
 
 
-class ChatChunk(ChatCompletionChunk):
+class ChatChunk(ChatCompletionChunk, Cost):
     """A part of a `ChatAnswer`."""
-
-    citations: Cited | None = None
-    stats: StepStats | None = None
 
 
 def router() -> APIRouter:
@@ -177,20 +178,20 @@ def router() -> APIRouter:
     )
     async def chat(request: Request, body: ChatBody) -> Response:
         """Answer a conversation: whole, or as a stream of chunks."""
-        asked = asked_by(request, body)
+        asked = chat_request(request, body)
         starts = [partial(service_of(request).chat, asked)]
         pieces = pieces_of(request, body.model)
         if body.stream:
-            events = await answers.started(request, starts)
+            events = await started(request, starts)
             chunks = _chunks(body, asked.id, events, pieces)
             return Stream(events, chunks, known_names(service_of(request)))
-        (answered,) = await answers.whole(request, starts)
+        (answered,) = await whole(request, starts)
         return json_of(await _answer(body, asked.id, answered, pieces))
 
     return routes
 
 
-def asked_by(request: Request, body: ChatBody) -> ChatAsked:
+def chat_request(request: Request, body: ChatBody) -> ChatRequest:
     """The request as the service takes it."""
     settings = service_of(request).settings
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -198,8 +199,8 @@ def asked_by(request: Request, body: ChatBody) -> ChatAsked:
         raise WrongField("top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
     chosen = body.tool_choice
-    return ChatAsked(
-        id=answers.new_id("chatcmpl"),
+    return ChatRequest(
+        id=new_id("chatcmpl"),
         model=body.model,
         messages=plain(body.messages),
         generation=body.generation(settings, most, top, _grammar(body.response_format)),
@@ -227,57 +228,58 @@ def _grammar(form: Format | None) -> dict[str, Any] | None:
     return None
 
 
-async def _answer(body: ChatBody, id: str, answered: Answered, pieces: Pieces) -> ChatAnswer:
+async def _answer(body: ChatBody, id: str, answered: AnsweredRequest, pieces: Pieces) -> ChatAnswer:
     choices = []
-    for index, one in sorted(answered.written.items()):
-        known = ChoiceLogprobs(content=await of_chat(one.tokens, pieces)) if body.logprobs else None
+    for index, one in sorted(answered.answers.items()):
+        known = ChoiceLogprobs(content=await chat_logprobs(one.tokens, pieces)) if body.logprobs else None
         message = ChatCompletionMessage(role="assistant", content=one.text, refusal=None)
         if one.calls:
             message.content = one.text or None
-            calls = map(ChatCompletionMessageFunctionToolCall.model_validate, map(as_sent, one.calls))
-            message.tool_calls = list(calls)
+            message.tool_calls = [
+                ChatCompletionMessageFunctionToolCall.model_validate(call_object(call)) for call in one.calls
+            ]
         choices.append(Choice(index=index, message=message, finish_reason=one.finish, logprobs=known))
     return ChatAnswer(
         id=id,
         object="chat.completion",
-        created=answers.now(),
+        created=now(),
         model=body.model,
         choices=choices,
-        usage=answers.usage_of([answered.done]),
-        **answers.cost(answered.done) if body.citations else {},
+        usage=usage_of([answered.done]),
+        **cost(answered.done) if body.citations else {},
     )
 
 
 async def _chunks(body: ChatBody, id: str, events: Events, pieces: Pieces) -> AsyncIterator[bytes | None]:
-    empty: dict[str, Any] = {"usage": None} if body.tells_usage else {}
-    chunk = partial(
-        ChatChunk, id=id, object="chat.completion.chunk", created=answers.now(), model=body.model, **empty
-    )
-    called: Counter[int] = Counter()
-    async for told in events.each(QUIET_S):
-        match told and told.event:
+    fields: dict[str, Any] = {"id": id, "created": now(), "model": body.model}
+    if body.streams_usage:
+        fields["usage"] = None
+    chunk = partial(ChatChunk, object="chat.completion.chunk", **fields)
+
+    def part(index: int, delta: ChoiceDelta, finish: Any = None, **logprobs: Any) -> bytes:
+        return sse(chunk(choices=[Part(index=index, delta=delta, finish_reason=finish, **logprobs)]))
+
+    n_calls: Counter[int] = Counter()  # of each answer so far
+    async for event in events.each(QUIET_S):
+        match event and event.event:
             case None:
                 yield None
             case Prompted():
                 for index in range(body.answers):
-                    opening = ChoiceDelta(role="assistant", content="")
-                    yield data(chunk(choices=[Part(index=index, delta=opening, finish_reason=None)]))
+                    yield part(index, ChoiceDelta(role="assistant", content=""))
             case Delta(index, text, tokens, calls) if text or calls or (body.logprobs and tokens):
-                known = PartLogprobs(content=await of_chat(tokens, pieces)) if body.logprobs else None
-                more = ChoiceDelta(content=text)
+                known = PartLogprobs(content=await chat_logprobs(tokens, pieces)) if body.logprobs else None
+                delta = ChoiceDelta(content=text)
                 if calls:
-                    more.tool_calls = [
-                        ChoiceDeltaToolCall.model_validate({"index": number, **as_sent(call)})
-                        for number, call in enumerate(calls, called[index])
+                    delta.tool_calls = [
+                        ChoiceDeltaToolCall.model_validate({"index": number, **call_object(call)})
+                        for number, call in enumerate(calls, n_calls[index])
                     ]
-                    called[index] += len(calls)
-                yield data(chunk(choices=[Part(index=index, delta=more, finish_reason=None, logprobs=known)]))
+                    n_calls[index] += len(calls)
+                yield part(index, delta, logprobs=known)
             case Ended(index, finish):
-                yield data(chunk(choices=[Part(index=index, delta=ChoiceDelta(), finish_reason=finish)]))
+                yield part(index, ChoiceDelta(), finish)
             case Done() as done:
-                last: dict[str, Any] = answers.cost(done) if body.citations else {}
-                if body.tells_usage:
-                    last["usage"] = answers.usage_of([done])
-                if last:
-                    yield data(chunk(choices=[], **last))
+                if last := body.last_fields([done]):
+                    yield sse(chunk(choices=[], **last))
     yield DONE

@@ -1,4 +1,6 @@
-"""`/v1/completions`: texts, or tokens, that go on."""
+"""`/v1/completions`: texts, or tokens, to be continued. And `/tokenize`, `/detokenize` and `/tokenizer_info`,
+in vLLM's shapes, so that clients that count tokens need no tokenizer of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,30 @@ from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel, Field
 
 from offload_decode.server.catalog import Entry
-from offload_decode.server.http import answers
 from offload_decode.server.http.answers import (
-    DONE,
-    QUIET_S,
-    Answered,
+    AnswerBody,
     Body,
-    Cited,
-    Events,
+    Cost,
     Ids,
     Name,
     Pieces,
-    RequestMessage,
-    Stream,
-    data,
+    completion_logprobs,
+    cost,
     json_of,
-    of_completion,
+    new_id,
+    now,
     pieces_of,
     service_of,
+    started,
+    usage_of,
+    whole,
 )
 from offload_decode.server.http.chat import Messages, plain
 from offload_decode.server.http.errors import RESPONSES, known_names
+from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
 from offload_decode.server.requests import (
     MOST_TOP,
+    AnsweredRequest,
     Delta,
     Done,
     Ended,
@@ -44,8 +47,7 @@ from offload_decode.server.requests import (
     Scored,
     WrongField,
 )
-from offload_decode.server.service import CompletionAsked, Service
-from offload_decode.types import StepStats
+from offload_decode.server.service import CompletionRequest, Service
 
 MOST_PROMPTS = 128
 DEFAULT_TOKENS = 16
@@ -55,8 +57,8 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_f
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
 
-class CompletionBody(RequestMessage):
-    """What is asked of `/v1/completions`. Several prompts are several requests; the choices of the first come
+class CompletionBody(AnswerBody):
+    """A request to `/v1/completions`. Several prompts are several requests; the choices of the first come
     first.
     """
 
@@ -68,7 +70,7 @@ class CompletionBody(RequestMessage):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each by itself."""
+        """Each prompt by itself."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -76,148 +78,8 @@ class CompletionBody(RequestMessage):
         return [one for one in self.prompt if not isinstance(one, int)]
 
 
-class CompletionAnswer(Completion):
-    """OpenAI's, with what was asked for by `citations`: what the answer attended to, and what it cost."""
-
-    citations: Cited | None = None
-    stats: StepStats | None = None
-
-
-def router() -> APIRouter:
-    """The route; the app's `state.service` is asked."""
-    routes = APIRouter(tags=["answers"])
-
-    @routes.post(
-        "/v1/completions",
-        response_model=CompletionAnswer,
-        responses={200: {"content": {"text/event-stream": {}}}, **RESPONSES},
-    )
-    async def complete(request: Request, body: CompletionBody) -> Response:
-        """Let texts go on: whole, or as a stream of chunks."""
-        id = answers.new_id("cmpl")
-        asked = _asked(request, body, id)
-        starts = [partial(service_of(request).complete, one) for one in asked]
-        pieces = pieces_of(request, body.model)
-        echoed = await run_sync(_echoed, request, body) if body.echo else []
-        if body.stream:
-            events = await answers.started(request, starts)
-            chunks = _chunks(body, id, events, pieces, echoed)
-            return Stream(events, chunks, known_names(service_of(request)))
-        answered = await answers.whole(request, starts)
-        return json_of(await _answer(body, id, answered, pieces, echoed))
-
-    return routes
-
-
-def _asked(request: Request, body: CompletionBody, id: str) -> list[CompletionAsked]:
-    if body.suffix:
-        raise WrongField("suffix is not for models that only go on: leave it out", "suffix")
-    if body.best_of not in (None, body.answers):
-        raise WrongField("best_of must be n, or left out", "best_of")
-    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    if most == 0 and not body.echo:
-        raise WrongField("max_tokens: 0 needs echo: true, as there would be nothing to tell", "max_tokens")
-    if len(body.prompts) > 1 and body.citations:
-        raise WrongField("citations are of one prompt, and here are several", "citations")
-    generation = body.generation(service_of(request).settings, most, body.logprobs, None)
-    return [
-        CompletionAsked(
-            id=f"{id}-{number}",
-            model=body.model,
-            prompt=prompt,
-            generation=generation,
-            n=body.answers,
-            prompt_logprobs=body.logprobs if body.echo else None,
-            selector=body.selector,
-            options=body.options,
-            deadline_s=body.deadline,
-            cite=body.citations,
-        )
-        for number, prompt in enumerate(body.prompts)
-    ]
-
-
-def _echoed(request: Request, body: CompletionBody) -> list[str]:
-    """The prompts as texts."""
-    detokenize = partial(service_of(request).detokenize, body.model)
-    return [prompt if isinstance(prompt, str) else detokenize(prompt) for prompt in body.prompts]
-
-
-async def _answer(
-    body: CompletionBody, id: str, answered: Sequence[Answered], pieces: Pieces, echoed: Sequence[str]
-) -> CompletionAnswer:
-    choices = []
-    for part, one_request in enumerate(answered):
-        said = echoed[part] if body.echo else ""
-        scores = one_request.scores or () if body.echo else ()
-        for index, one in sorted(one_request.written.items()):
-            tokens = (*scores, *one.tokens)
-            known = None if body.logprobs is None else await of_completion(tokens, pieces)
-            choices.append(
-                CompletionChoice(
-                    index=part * body.answers + index,
-                    text=said + one.text,
-                    finish_reason="length" if one.finish == "length" else "stop",
-                    logprobs=known,
-                )
-            )
-    return CompletionAnswer(
-        id=id,
-        object="text_completion",
-        created=answers.now(),
-        model=body.model,
-        choices=choices,
-        usage=answers.usage_of(one.done for one in answered),
-        **answers.cost(answered[0].done) if body.citations else {},
-    )
-
-
-async def _chunks(
-    body: CompletionBody, id: str, events: Events, pieces: Pieces, echoed: Sequence[str]
-) -> AsyncIterator[bytes | None]:
-    empty: dict[str, Any] = {"usage": None} if body.tells_usage else {}
-    chunk = partial(
-        CompletionAnswer, id=id, object="text_completion", created=answers.now(), model=body.model, **empty
-    )
-    written: dict[int, int] = {}  # characters of each choice so far
-    ended: list[Done] = []
-
-    async def more(choice: int, text: str, tokens: Sequence[Scored]) -> bytes:
-        offset = written.get(choice, 0)
-        known = None if body.logprobs is None else await of_completion(tokens, pieces, offset)
-        written[choice] = offset + (len(text) if known is None else sum(map(len, known.tokens or [])))
-        return data(chunk(choices=[_part(choice, text, None, known)]))
-
-    async for told in events.each(QUIET_S):
-        if told is None:
-            yield None
-            continue
-        first = told.part * body.answers
-        match told.event:
-            case Prompted(_, scores) if body.echo:
-                for index in range(body.answers):
-                    yield await more(first + index, echoed[told.part], scores or ())
-            case Delta(index, text, tokens) if text or (body.logprobs is not None and tokens):
-                yield await more(first + index, text, tokens)
-            case Ended(index, finish):
-                yield data(chunk(choices=[_part(first + index, "", finish, None)]))
-            case Done() as done:
-                ended.append(done)
-    last: dict[str, Any] = answers.cost(ended[0]) if body.citations else {}
-    if body.tells_usage:
-        last["usage"] = answers.usage_of(ended)
-    if last:
-        yield data(chunk(choices=[], **last))
-    yield DONE
-
-
-def _part(index: int, text: str, finish: str | None, known: Logprobs | None) -> CompletionChoice:
-    # Built without a check: of a choice that goes on, the reason is null, which openai's type leaves out.
-    return CompletionChoice.model_construct(index=index, text=text, finish_reason=finish, logprobs=known)
-
-
-# `/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's shapes: clients that count tokens need no
-# tokenizer of their own.
+class CompletionAnswer(Completion, Cost):
+    """OpenAI's answer, with its citations and cost."""
 
 
 class TokenizeBody(Body):
@@ -263,11 +125,32 @@ class TokenizerInfo(BaseModel):
     chat_template: str | None
 
 
-def token_router() -> APIRouter:
+def router() -> APIRouter:
     """The routes; the app's `state.service` is asked."""
-    routes = APIRouter(tags=["tokens"], responses=RESPONSES)
+    routes = APIRouter()
+    tokens: dict[str, Any] = {"tags": ["tokens"], "responses": RESPONSES}
 
-    @routes.post("/tokenize")
+    @routes.post(
+        "/v1/completions",
+        tags=["answers"],
+        response_model=CompletionAnswer,
+        responses={200: {"content": {"text/event-stream": {}}}, **RESPONSES},
+    )
+    async def complete(request: Request, body: CompletionBody) -> Response:
+        """Continue texts: the whole answer, or a stream of chunks."""
+        id = new_id("cmpl")
+        asked = _asked(request, body, id)
+        starts = [partial(service_of(request).complete, one) for one in asked]
+        pieces = pieces_of(request, body.model)
+        echoed = await run_sync(_echoed, request, body) if body.echo else []
+        if body.stream:
+            events = await started(request, starts)
+            chunks = _chunks(body, id, events, pieces, echoed)
+            return Stream(events, chunks, known_names(service_of(request)))
+        answered = await whole(request, starts)
+        return json_of(await _answer(body, id, answered, pieces, echoed))
+
+    @routes.post("/tokenize", **tokens)
     def tokenize(request: Request, body: TokenizeBody) -> Tokenized:
         """A text, or the prompt that messages become behind a store, as tokens."""
         if (body.prompt is None) == (body.messages is None):
@@ -275,25 +158,25 @@ def token_router() -> APIRouter:
         service = service_of(request)
         entry = _entry(service, body.model)
         messages = None if body.messages is None else plain(body.messages)
-        tokens = service.tokenize(entry.name, body.prompt, messages, body.add_special_tokens)
+        ids = service.tokenize(entry.name, body.prompt, messages, body.add_special_tokens)
         return Tokenized(
-            count=len(tokens),
+            count=len(ids),
             max_model_len=entry.tokens + service.settings.max_prompt,
-            tokens=tokens,
-            token_strs=service.pieces(entry.name, tokens) if body.return_token_strs else None,
+            tokens=ids,
+            token_strs=service.pieces(entry.name, ids) if body.return_token_strs else None,
         )
 
-    @routes.post("/detokenize")
+    @routes.post("/detokenize", **tokens)
     def detokenize(request: Request, body: DetokenizeBody) -> Detokenized:
         """Tokens as a text."""
         service = service_of(request)
         return Detokenized(prompt=service.detokenize(_entry(service, body.model).name, body.tokens))
 
-    @routes.get("/tokenizer_info")
+    @routes.get("/tokenizer_info", **tokens)
     def tokenizer_info(request: Request, model: Name | None = None) -> TokenizerInfo:
         """The special tokens and the chat template of a model; of the first, where none is named."""
         service = service_of(request)
-        tokenizer = service.residents.model(_entry(service, model)).known_tokenizer
+        tokenizer = service.loaded_models.model(_entry(service, model)).known_tokenizer
         return TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             vocab_size=len(tokenizer),
@@ -304,6 +187,115 @@ def token_router() -> APIRouter:
         )
 
     return routes
+
+
+def _asked(request: Request, body: CompletionBody, id: str) -> list[CompletionRequest]:
+    if body.suffix:
+        raise WrongField("suffix is not for models that only go on: leave it out", "suffix")
+    if body.best_of not in (None, body.answers):
+        raise WrongField("best_of must be n, or left out", "best_of")
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if most == 0 and not body.echo:
+        raise WrongField("max_tokens: 0 needs echo: true, as there would be nothing to tell", "max_tokens")
+    if len(body.prompts) > 1 and body.citations:
+        raise WrongField("citations are of one prompt, and here are several", "citations")
+    generation = body.generation(service_of(request).settings, most, body.logprobs, None)
+    return [
+        CompletionRequest(
+            id=f"{id}-{number}",
+            model=body.model,
+            prompt=prompt,
+            generation=generation,
+            n=body.answers,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            selector=body.selector,
+            options=body.options,
+            deadline_s=body.deadline,
+            cite=body.citations,
+        )
+        for number, prompt in enumerate(body.prompts)
+    ]
+
+
+def _echoed(request: Request, body: CompletionBody) -> list[str]:
+    """The prompts as texts."""
+    detokenize = partial(service_of(request).detokenize, body.model)
+    return [prompt if isinstance(prompt, str) else detokenize(prompt) for prompt in body.prompts]
+
+
+async def _answer(
+    body: CompletionBody,
+    id: str,
+    answered: Sequence[AnsweredRequest],
+    pieces: Pieces,
+    echoed: Sequence[str],
+) -> CompletionAnswer:
+    choices = []
+    for part, one_request in enumerate(answered):
+        before, scores = (echoed[part], one_request.scores or ()) if body.echo else ("", ())
+        for index, one in sorted(one_request.answers.items()):
+            tokens = (*scores, *one.tokens)
+            known = None if body.logprobs is None else await completion_logprobs(tokens, pieces)
+            choices.append(
+                CompletionChoice(
+                    index=part * body.answers + index,
+                    text=before + one.text,
+                    finish_reason="length" if one.finish == "length" else "stop",
+                    logprobs=known,
+                )
+            )
+    return CompletionAnswer(
+        id=id,
+        object="text_completion",
+        created=now(),
+        model=body.model,
+        choices=choices,
+        usage=usage_of(one.done for one in answered),
+        **cost(answered[0].done) if body.citations else {},
+    )
+
+
+async def _chunks(
+    body: CompletionBody, id: str, events: Events, pieces: Pieces, echoed: Sequence[str]
+) -> AsyncIterator[bytes | None]:
+    fields: dict[str, Any] = {"id": id, "created": now(), "model": body.model}
+    if body.streams_usage:
+        fields["usage"] = None
+    chunk = partial(CompletionAnswer, object="text_completion", **fields)
+    offsets: dict[int, int] = {}  # characters of each choice so far
+    done: list[Done] = []
+
+    def part(index: int, text: str, finish: str | None = None, known: Logprobs | None = None) -> bytes:
+        # Built without a check: of a choice that goes on, the reason is null, which openai's type leaves out.
+        choice = CompletionChoice.model_construct(
+            index=index, text=text, finish_reason=finish, logprobs=known
+        )
+        return sse(chunk(choices=[choice]))
+
+    async def more(index: int, text: str, tokens: Sequence[Scored]) -> bytes:
+        offset = offsets.get(index, 0)
+        known = None if body.logprobs is None else await completion_logprobs(tokens, pieces, offset)
+        offsets[index] = offset + (len(text) if known is None else sum(map(len, known.tokens or [])))
+        return part(index, text, None, known)
+
+    async for event in events.each(QUIET_S):
+        if event is None:
+            yield None
+            continue
+        first = event.part * body.answers
+        match event.event:
+            case Prompted(_, scores) if body.echo:
+                for index in range(body.answers):
+                    yield await more(first + index, echoed[event.part], scores or ())
+            case Delta(index, text, tokens) if text or (body.logprobs is not None and tokens):
+                yield await more(first + index, text, tokens)
+            case Ended(index, finish):
+                yield part(first + index, "", finish)
+            case Done() as one:
+                done.append(one)
+    if last := body.last_fields(done):
+        yield sse(chunk(choices=[], **last))
+    yield DONE
 
 
 def _entry(service: Service, name: str | None) -> Entry:

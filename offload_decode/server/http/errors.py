@@ -1,7 +1,8 @@
-"""Errors as OpenAI's clients read them: `{"error": {message, type, param, code}}` with a status.
+"""Errors as OpenAI's clients read them, `{"error": {message, type, param, code}}` with a status; and how the
+server is seen from outside: `/health`, `/metrics`, and a line in the log for each request, with its id.
 
-A remote client is told what the command line would say, without the server's paths; whoever reads the log
-sees the whole of it.
+A remote client gets the sentence that the command line would print, without the server's paths; the log has
+all of it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ from offload_decode.common.errors import (
     UnknownIndex,
 )
 from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory
-from offload_decode.server import metrics
-from offload_decode.server import metrics as logs
+from offload_decode.server.metrics import log_fields, logged_request
 from offload_decode.server.requests import Busy, Loading, NoSuchName, ReadOnly, TimedOut, TooLarge, WrongField
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ LOG = logging.getLogger("offload_decode.server")
 
 
 class Problem(BaseModel):
-    """What went wrong: a sentence, and names for programs."""
+    """An error: a sentence, and names for programs."""
 
     message: str
     type: str
@@ -67,15 +67,15 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be answered as it is."},
     "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
 }
-"""What an OpenAPI document says of errors."""
+"""For the OpenAPI document."""
 
 
 class Refusal(NamedTuple):
-    """An error on its way out."""
+    """The response to an error."""
 
     status: int
     body: ErrorBody
-    headers: dict[str, str]
+    headers: Mapping[str, str] = {}
 
     def response(self) -> JSONResponse:
         """The whole response."""
@@ -106,48 +106,46 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 
 def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal:
     """The response to an error. `names` are those of the stores, by their paths."""
-    for kind, status, named, code in _KINDS:
+    for kind, status, type_, code in _KINDS:
         if isinstance(error, kind):
             if status >= 500 and not isinstance(error, Busy | TimedOut):
                 LOG.error("%s: %s", type(error).__name__, error)
-            said = Problem(
-                message=without_paths(str(error), names or {}),
-                type=named,
-                param=error.param if isinstance(error, WrongField) else None,
-                code=code,
-            )
-            return Refusal(status, ErrorBody(error=said), _headers(error))
+            param = error.param if isinstance(error, WrongField) else None
+            headers = {}
+            if isinstance(error, Busy):
+                headers = {"Retry-After": str(max(1, error.retry_s))}
+            elif isinstance(error, TimedOut | DoesNotFit):  # another try would only take the same time again
+                headers = {"X-Should-Retry": "false"}
+            return refusal(status, without_paths(str(error), names or {}), code, type_, param, **headers)
     if is_out_of_memory(error):
         LOG.error("%s", OUT_OF_MEMORY, exc_info=error)
-        return _plain(503, "the server is out of memory: ask for less, or try again later", "out_of_memory")
+        message = "the server is out of memory: ask for less, or try again later"
+        return refusal(503, message, "out_of_memory", "server_error")
     LOG.error("unexpected %s", type(error).__name__, exc_info=error)
-    under = f", under {number}" if (number := metrics.line().get("request_id")) else ""
-    return _plain(500, f"something went wrong in the server; its log says what{under}")
+    under = f", under {number}" if (number := log_fields().get("request_id")) else ""
+    message = f"something went wrong in the server; its log says what{under}"
+    return refusal(500, message, None, "server_error")
 
 
-def known_names(service: Service) -> dict[str, str]:
-    """What clients call what lies at a path."""
-    entries = service.catalog.entries()
-    stores = {str(entry.path): entry.name for entry in entries if entry.path is not None}
-    return {entry.model_id: entry.base for entry in entries} | stores
-
-
-def refusal(status: int, message: str, code: str | None = None, **headers: str) -> Refusal:
-    """An error that is no exception's: of the wire itself."""
+def refusal(
+    status: int,
+    message: str,
+    code: str | None = None,
+    type: str = "invalid_request_error",
+    param: str | None = None,
+    **headers: str,
+) -> Refusal:
+    """An error that is no exception's."""
     return Refusal(
-        status, ErrorBody(error=Problem(message=message, type="invalid_request_error", code=code)), headers
+        status, ErrorBody(error=Problem(message=message, type=type, param=param, code=code)), headers
     )
 
 
-def _plain(status: int, message: str, code: str | None = None) -> Refusal:
-    return Refusal(status, ErrorBody(error=Problem(message=message, type="server_error", code=code)), {})
-
-
-def _headers(error: Exception) -> dict[str, str]:
-    if isinstance(error, Busy):
-        return {"Retry-After": str(max(1, error.retry_s))}
-    # A client that tries again of itself would only spend the same time again.
-    return {"X-Should-Retry": "false"} if isinstance(error, TimedOut | DoesNotFit) else {}
+def known_names(service: Service) -> dict[str, str]:
+    """The names that clients know of stores and models, by their paths."""
+    entries = service.catalog.entries()
+    stores = {str(entry.path): entry.name for entry in entries if entry.path is not None}
+    return {entry.model_id: entry.base for entry in entries} | stores
 
 
 def without_paths(message: str, names: Mapping[str, str]) -> str:
@@ -156,8 +154,6 @@ def without_paths(message: str, names: Mapping[str, str]) -> str:
         message = message.replace(path, names[path])
     return re.sub(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^\s/'\",;]+/)*([^\s/'\",;]+)", r"\1", message)
 
-
-# How the server is: `/health`, `/metrics`, and a line in the log for each request, with its id.
 
 HEADER = "X-Request-Id"
 HUNG_UP = 499
@@ -176,9 +172,9 @@ class Health(BaseModel):
     stores_open: int
 
 
-class Seen:
-    """Gives every request an id, its client's own where that is a plain one, sends it back, and logs what
-    became of the request. It goes around everything else.
+class RequestLog:
+    """Middleware around all others: gives every request an id, its client's own where that is a plain one,
+    sends it back, and logs the request when it ends.
     """
 
     def __init__(self, app: ASGIApp):
@@ -191,19 +187,20 @@ class Seen:
         given = Headers(scope=scope).get(HEADER, "")
         number = given if _ID.fullmatch(given) else uuid4().hex
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
-        with logs.request(level, request_id=number, method=scope["method"]) as line:
+        with logged_request(level, request_id=number, method=scope["method"]) as fields:
 
             async def sent(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    line["status"] = message["status"]
+                    fields["status"] = message["status"]
                     MutableHeaders(scope=message)[HEADER] = number
                 await send(message)
 
             try:
                 await self.app(scope, receive, sent)
             finally:
-                line["route"] = _route(scope)
-                line.setdefault("status", HUNG_UP)
+                path = getattr(scope.get("route"), "path", None)  # as it is declared, where there is one
+                fields["route"] = str(path or scope["path"][:200])
+                fields.setdefault("status", HUNG_UP)
 
 
 def router() -> APIRouter:
@@ -213,14 +210,14 @@ def router() -> APIRouter:
     @routes.get("/health", responses={503: {"model": Health, "description": "The first model is loading."}})
     def health(request: Request, response: Response) -> Health:
         """Whether requests are answered."""
-        residents = request.app.state.service.residents
-        models = residents.models()
-        loading = residents.loading() and not models
+        loaded_models = request.app.state.service.loaded_models
+        models = loaded_models.models()
+        loading = loaded_models.loading() and not models
         response.status_code = 503 if loading else 200
         return Health(
             status="loading" if loading else "ok",
             models_loaded=len(models),
-            stores_open=len(residents.open_stores()),
+            stores_open=len(loaded_models.open_stores()),
         )
 
     @routes.get("/metrics", response_class=PlainTextResponse)
@@ -231,14 +228,6 @@ def router() -> APIRouter:
     return routes
 
 
-def _route(scope: Scope) -> str:
-    """The route that was taken, as it is declared; the path where there is none."""
-    route: Any = scope.get("route")
-    return str(getattr(route, "path", None) or scope["path"][:200])
-
-
-# How errors leave the app: whatever is raised becomes a response in OpenAI's shape.
-
 _SENTENCES = {
     400: "the body cannot be read",
     404: "there is nothing at this address",
@@ -246,8 +235,8 @@ _SENTENCES = {
 }
 
 
-class Caught:
-    """Answers what its app raises. An answer that has begun is cut off."""
+class ErrorResponses:
+    """Middleware that turns an exception into its response. An answer that has begun is cut off."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -278,11 +267,15 @@ def add_handlers(app: FastAPI) -> None:
 
     async def status(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        said = _SENTENCES.get(error.status_code, str(error.detail))
+        message = _SENTENCES.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
         if error.status_code == 405:  # a framework's own header names the methods of the first route alone
-            headers["Allow"] = ", ".join(_allowed(request))
-        return refusal(error.status_code, said, **headers).response()
+            methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+            scopes = {method: {**request.scope, "method": method} for method in methods}
+            routes = request.app.router.routes
+            allowed = (one for one in methods if any(r.matches(scopes[one])[0] is Match.FULL for r in routes))
+            headers["Allow"] = ", ".join(allowed)
+        return refusal(error.status_code, message, **headers).response()
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=HUNG_UP)  # nobody reads it
@@ -290,23 +283,11 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, wrong)
     app.add_exception_handler(HTTPException, status)
     app.add_exception_handler(ClientDisconnect, gone)
-    app.add_middleware(Caught)
-
-
-def _allowed(request: Request) -> list[str]:
-    """The methods that the address of a request takes."""
-    return [
-        method
-        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-        if any(
-            route.matches({**request.scope, "method": method})[0] is Match.FULL
-            for route in request.app.router.routes
-        )
-    ]
+    app.add_middleware(ErrorResponses)
 
 
 def invalid(errors: Sequence[Any], body: Any) -> Refusal:
-    """A body that is not of the shape it must be; says so of the field that is furthest in."""
+    """The response to a body of the wrong shape; it names the innermost field."""
     if errors[0]["type"] == "json_invalid":
         return refusal(
             400, f"the body is not JSON: {errors[0]['ctx']['error']} at position {errors[0]['loc'][1]}"
@@ -315,12 +296,9 @@ def invalid(errors: Sequence[Any], body: Any) -> Refusal:
         return refusal(400, "send a JSON object, with the header Content-Type: application/json")
     first = max(errors, key=lambda error: len(error["loc"]))
     name = _field(first["loc"], body)
-    message = f"{name}: {_lowered(first['msg'])}" if name else _lowered(first["msg"])
-    return Refusal(
-        400,
-        ErrorBody(error=Problem(message=message, type="invalid_request_error", param=name or None)),
-        {},
-    )
+    reason = first["msg"].removeprefix("Value error, ")
+    reason = reason[:1].lower() + reason[1:]
+    return refusal(400, f"{name}: {reason}" if name else reason, param=name or None)
 
 
 def _field(place: Sequence[int | str], body: Any) -> str:
@@ -335,8 +313,3 @@ def _field(place: Sequence[int | str], body: Any) -> str:
             name += f".{step}" if name else step
             at = at.get(step)
     return name
-
-
-def _lowered(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]

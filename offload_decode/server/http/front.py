@@ -17,10 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from offload_decode.server import metrics as logs
 from offload_decode.server.http.app import guard
 from offload_decode.server.http.errors import add_handlers, refused
 from offload_decode.server.http.security import Access
+from offload_decode.server.http.streaming import disconnected
+from offload_decode.server.metrics import log_fields
 from offload_decode.server.requests import Busy
 
 TRIES = 3
@@ -62,9 +63,9 @@ class Front:
         # Which origins may ask was decided here: a replica knows of none.
         wire["headers"] = [(bytes(k), bytes(v)) for k, v in scope["headers"] if bytes(k) != b"origin"]
         name = await _name(scope, body)
-        logs.line()["model"] = name
+        log_fields()["model"] = name
         answering = asyncio.create_task(self._answer(name, wire, body, send))
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
@@ -76,7 +77,7 @@ class Front:
 
     async def _answer(self, name: str, wire: Mapping[str, Any], body: bytes, send: Send) -> None:
         once = wire["path"].startswith(_KEPT) and wire["method"] != "GET"  # it may have been done
-        begun = Begun(send)
+        begun = PendingResponse(send)
         for left in reversed(range(1 if once else TRIES)):
             try:
                 async with aclosing(self.replicas.ask(name, wire, body)) as messages:
@@ -94,7 +95,7 @@ class Front:
                 return
 
 
-class Begun:
+class PendingResponse:
     """A response on its way out, which may begin anew as long as nothing of an answer has been `told`:
     comments that keep a connection open are no answer.
     """
@@ -186,11 +187,6 @@ async def _whole(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _nothing() -> Message:

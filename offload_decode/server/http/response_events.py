@@ -1,4 +1,4 @@
-"""The answer of `/v1/responses` as it grows, and the events that tell of it, in openai's own types."""
+"""The answer of `/v1/responses` as it grows, and its stream of events, in openai's own types."""
 
 from __future__ import annotations
 
@@ -31,25 +31,22 @@ from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel
 
-from offload_decode.server.http.answers import QUIET_S, Cited, Events, cost, data, new_id
+from offload_decode.server.http.answers import Cost, cost, new_id
 from offload_decode.server.http.errors import refused
+from offload_decode.server.http.streaming import QUIET_S, Events, sse
+from offload_decode.server.messages import answer_object
 from offload_decode.server.requests import Delta, Done, Ended, Event, ToolCall, Usage
-from offload_decode.server.tool_calls import as_sent
-from offload_decode.types import StepStats
 
 
-class ReplyObject(Response):
-    """OpenAI's, with what was asked for by `citations`: what the answer attended to, and what it cost."""
-
-    citations: Cited | None = None
-    stats: StepStats | None = None
+class ReplyObject(Response, Cost):
+    """OpenAI's answer, with its citations and cost."""
 
 
 class Reply:
-    """One answer. Each event of the service makes some of the stream's; `object` is the answer so far: of a
-    message, if anything was said, and the calls that were made.
+    """One answer. Each event of the service makes some of the stream's; `object` is the answer so far: a
+    message, if there is a text, and the tool calls.
 
-    echoed: what the answer says of the request.
+    echoed: the fields of the request that are repeated in the answer.
     """
 
     def __init__(self, echoed: Mapping[str, Any], cite: bool):
@@ -77,79 +74,65 @@ class Reply:
         """Of the response."""
         return self.object.id
 
-    def said(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """The answer as a message of a chat."""
-        calls = {"tool_calls": [as_sent(call) for call in self._calls]} if self._calls else {}
-        return {"role": "assistant", "content": self._all, **calls}
+        return answer_object(self._all, self._calls)
 
     def begin(self) -> Iterator[BaseModel]:
         """The first events."""
         now = self.object.model_copy()
-        yield ResponseCreatedEvent(type="response.created", response=now, **self._next())
-        yield ResponseInProgressEvent(type="response.in_progress", response=now, **self._next())
+        yield self._event(ResponseCreatedEvent, "created", response=now)
+        yield self._event(ResponseInProgressEvent, "in_progress", response=now)
 
     def add(self, event: Event) -> Iterator[BaseModel]:
-        """What comes of an event."""
+        """The stream's events that follow from one of the service."""
         match event:
             case Delta(_, text, _, calls):
                 if text:
-                    yield from self._more(text)
+                    yield from self._write(text)
                 for call in calls:
-                    yield from self._closed()
-                    yield from self._called(call)
+                    yield from self._end_message()
+                    yield from self._call(call)
             case Ended(_, finish):
                 self._finish = finish
                 if not self.object.output:
-                    yield from self._opened()
-                yield from self._closed()
+                    yield from self._begin_message()
+                yield from self._end_message()
             case Done() as done:
-                yield self._whole(done)
+                yield self._complete(done)
 
     def failed(self, message: str) -> BaseModel:
         """The last event where the answer fails."""
         self.object.status = "failed"
         self.object.error = ResponseError(code="server_error", message=message)
-        return ResponseFailedEvent(type="response.failed", response=self.object, **self._next())
+        return self._event(ResponseFailedEvent, "failed", response=self.object)
 
-    def _more(self, text: str) -> Iterator[BaseModel]:
-        yield from self._opened()
+    def _write(self, text: str) -> Iterator[BaseModel]:
+        yield from self._begin_message()
         self._text += text
         self._all += text
-        yield ResponseTextDeltaEvent(
-            type="response.output_text.delta", delta=text, logprobs=[], content_index=0, **self._place()
-        )
+        yield self._of_message(ResponseTextDeltaEvent, "output_text.delta", delta=text, logprobs=[])
 
-    def _opened(self) -> Iterator[BaseModel]:
+    def _begin_message(self) -> Iterator[BaseModel]:
         if self._message is not None:
             return
         self._message, self._text = new_id("msg"), ""
         item = self._item([], "in_progress")
-        yield ResponseOutputItemAddedEvent(
-            type="response.output_item.added", item=item, output_index=self._index, **self._next()
+        yield self._event(
+            ResponseOutputItemAddedEvent, "output_item.added", item=item, output_index=self._index
         )
-        yield ResponseContentPartAddedEvent(
-            type="response.content_part.added", part=_part(""), content_index=0, **self._place()
-        )
+        yield self._of_message(ResponseContentPartAddedEvent, "content_part.added", part=_part(""))
 
-    def _closed(self) -> Iterator[BaseModel]:
+    def _end_message(self) -> Iterator[BaseModel]:
         if self._message is None:
             return
         part = _part(self._text)
-        item = self._item([part], "incomplete" if self._finish == "length" else "completed")
-        yield ResponseTextDoneEvent(
-            type="response.output_text.done",
-            text=self._text,
-            logprobs=[],
-            content_index=0,
-            **self._place(),
-        )
-        yield ResponseContentPartDoneEvent(
-            type="response.content_part.done", part=part, content_index=0, **self._place()
-        )
-        yield self._done(item)
+        yield self._of_message(ResponseTextDoneEvent, "output_text.done", text=self._text, logprobs=[])
+        yield self._of_message(ResponseContentPartDoneEvent, "content_part.done", part=part)
+        yield self._done(self._item([part], "incomplete" if self._finish == "length" else "completed"))
         self._message = None
 
-    def _called(self, call: ToolCall) -> Iterator[BaseModel]:
+    def _call(self, call: ToolCall) -> Iterator[BaseModel]:
         self._calls.append(call)
         item = ResponseFunctionToolCall(
             id=new_id("fc"),
@@ -159,29 +142,23 @@ class Reply:
             arguments="",
             status="in_progress",
         )
-        place: dict[str, Any] = {"item_id": item.id, "output_index": self._index}
-        yield ResponseOutputItemAddedEvent(
-            type="response.output_item.added", item=item, output_index=self._index, **self._next()
+        name, index = "function_call_arguments", self._index
+        place: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        yield self._event(ResponseOutputItemAddedEvent, "output_item.added", item=item, output_index=index)
+        yield self._event(
+            ResponseFunctionCallArgumentsDeltaEvent, f"{name}.delta", delta=call.arguments, **place
         )
-        yield ResponseFunctionCallArgumentsDeltaEvent(
-            type="response.function_call_arguments.delta", delta=call.arguments, **place, **self._next()
-        )
-        yield ResponseFunctionCallArgumentsDoneEvent(
-            type="response.function_call_arguments.done",
-            arguments=call.arguments,
-            **place,
-            **self._next(),
+        yield self._event(
+            ResponseFunctionCallArgumentsDoneEvent, f"{name}.done", arguments=call.arguments, **place
         )
         yield self._done(item.model_copy(update={"arguments": call.arguments, "status": "completed"}))
 
     def _done(self, item: ResponseOutputMessage | ResponseFunctionToolCall) -> BaseModel:
         index = self._index
         self.object.output.append(item)
-        return ResponseOutputItemDoneEvent(
-            type="response.output_item.done", item=item, output_index=index, **self._next()
-        )
+        return self._event(ResponseOutputItemDoneEvent, "output_item.done", item=item, output_index=index)
 
-    def _whole(self, done: Done) -> BaseModel:
+    def _complete(self, done: Done) -> BaseModel:
         self.object.usage = _usage(done.usage)
         if self._cite:
             for name, value in cost(done).items():
@@ -189,9 +166,9 @@ class Reply:
         if self._finish == "length":
             self.object.status = "incomplete"
             self.object.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-            return ResponseIncompleteEvent(type="response.incomplete", response=self.object, **self._next())
+            return self._event(ResponseIncompleteEvent, "incomplete", response=self.object)
         self.object.status = "completed"
-        return ResponseCompletedEvent(type="response.completed", response=self.object, **self._next())
+        return self._event(ResponseCompletedEvent, "completed", response=self.object)
 
     @property
     def _index(self) -> int:
@@ -203,12 +180,14 @@ class Reply:
             id=self._message or "", type="message", role="assistant", content=content, status=status
         )
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message, "output_index": self._index, **self._next()}
-
-    def _next(self) -> dict[str, Any]:
+    def _event(self, kind: Callable[..., BaseModel], name: str, **fields: Any) -> BaseModel:
+        """The next event, under the next number."""
         self._number += 1
-        return {"sequence_number": self._number - 1}
+        return kind(type=f"response.{name}", sequence_number=self._number - 1, **fields)
+
+    def _of_message(self, kind: Callable[..., BaseModel], name: str, **fields: Any) -> BaseModel:
+        place = {"item_id": self._message, "output_index": self._index, "content_index": 0}
+        return self._event(kind, name, **fields, **place)
 
 
 def _part(text: str) -> ResponseOutputText:
@@ -225,24 +204,24 @@ def _usage(own: Usage) -> ResponseUsage:
     )
 
 
-async def told(
+async def streamed(
     reply: Reply, events: Events, names: Mapping[str, str], keep: Callable[[], None]
 ) -> AsyncIterator[bytes | None]:
     """The stream: an error ends it with an event of its own. `keep` is called when the answer is whole."""
     for event in reply.begin():
         yield _sent(event)
     try:
-        async for happened in events.each(QUIET_S):
-            if happened is None:
+        async for each in events.each(QUIET_S):
+            if each is None:
                 yield None
                 continue
-            for event in reply.add(happened.event):
+            for event in reply.add(each.event):
                 yield _sent(event)
-    except Exception as error:  # noqa: BLE001 - the status has been sent: the stream itself must tell
+    except Exception as error:  # noqa: BLE001 - the status has been sent: the error goes into the stream
         yield _sent(reply.failed(refused(error, names).body.error.message))
     else:
         keep()
 
 
 def _sent(event: BaseModel) -> bytes:
-    return data(event, event=event.type)  # type: ignore[attr-defined]  # all of them have it
+    return sse(event, event=event.type)  # type: ignore[attr-defined]  # all of them have it

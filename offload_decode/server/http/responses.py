@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, StringConstraints
 
-from offload_decode.server.http import answers, chat
-from offload_decode.server.http.answers import MOST_TOKENS, Asks, Body, Stream, json_of, service_of
+from offload_decode.server.http.answers import MOST_TOKENS, AskBody, Body, json_of, read, service_of, started
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -18,11 +20,15 @@ from offload_decode.server.http.chat import (
     ChatBody,
     NamedFunction,
     PlainText,
+    chat_request,
 )
 from offload_decode.server.http.errors import RESPONSES, known_names
-from offload_decode.server.http.remembered import Remembered
-from offload_decode.server.http.response_events import Reply, ReplyObject, told
+from offload_decode.server.http.response_events import Reply, ReplyObject, streamed
+from offload_decode.server.http.streaming import Stream
 from offload_decode.server.requests import WrongField
+
+MOST_BYTES = 64 << 20
+"""Of the conversations that clients may continue by the id of a response."""
 
 
 class ContentPart(Body):
@@ -76,7 +82,7 @@ class FlatNamedTool(NamedFunction):
     type: Literal["function"]
 
 
-class ResponsesBody(Asks):
+class ResponsesBody(AskBody):
     """What is asked of `/v1/responses`."""
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -90,9 +96,43 @@ class ResponsesBody(Asks):
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
 
+class Conversations:
+    """Messages by the id of the response that ends them, for clients that continue by it; the least recently
+    used are forgotten first.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES):
+        self.most_bytes = most_bytes
+        self._held: OrderedDict[str, str] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def keep(self, id: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Remember a conversation, if it is not too large by itself."""
+        text = json.dumps(messages)
+        if len(text) > self.most_bytes:
+            return
+        with self._lock:
+            self._held[id] = text
+            self._bytes += len(text)
+            while self._bytes > self.most_bytes:
+                _, oldest = self._held.popitem(last=False)
+                self._bytes -= len(oldest)
+
+    def find(self, id: str) -> list[dict[str, Any]] | None:
+        """The messages up to that response; None where they are not there any more."""
+        with self._lock:
+            text = self._held.get(id)
+            if text is None:
+                return None
+            self._held.move_to_end(id)
+        found: list[dict[str, Any]] = json.loads(text)
+        return found
+
+
 def router() -> APIRouter:
     """The route; the app's `state.service` is asked."""
-    routes, remembered = APIRouter(tags=["answers"]), Remembered()
+    routes, conversations = APIRouter(tags=["answers"]), Conversations()
 
     @routes.post(
         "/v1/responses",
@@ -101,36 +141,36 @@ def router() -> APIRouter:
     )
     async def respond(request: Request, body: ResponsesBody) -> Response:
         """Answer a conversation: whole, or as a stream of events."""
-        messages = [*_before(body, remembered), *_messages(body)]
+        messages = [*_before(body, conversations), *_messages(body)]
         if not 0 < len(messages) <= MOST_MESSAGES:
             raise WrongField(
                 f"input, with what was said before, must be 1 to {MOST_MESSAGES:,} messages: "
                 f"here are {len(messages):,}",
                 "input",
             )
-        asked = chat.asked_by(request, _chat_body(body, messages))
+        asked = chat_request(request, _chat_body(body, messages))
         reply = Reply(_echoed(body), body.citations)
 
         def keep() -> None:
             if body.store is not False:
-                remembered.keep(reply.id, [*messages, reply.said()])
+                conversations.keep(reply.id, [*messages, reply.message()])
 
         starts = [partial(service_of(request).chat, asked)]
         if body.stream:
-            events = await answers.started(request, starts)
+            events = await started(request, starts)
             names = known_names(service_of(request))
-            return Stream(events, told(reply, events, names, keep), names)
-        await answers.read(request, starts, lambda _, event: [*reply.add(event)])
+            return Stream(events, streamed(reply, events, names, keep), names)
+        await read(request, starts, lambda _, event: [*reply.add(event)])
         keep()
         return json_of(reply.object)
 
     return routes
 
 
-def _before(body: ResponsesBody, remembered: Remembered) -> list[dict[str, Any]]:
+def _before(body: ResponsesBody, conversations: Conversations) -> list[dict[str, Any]]:
     if body.previous_response_id is None:
         return []
-    found = remembered.find(body.previous_response_id)
+    found = conversations.find(body.previous_response_id)
     if found is None:
         raise WrongField(
             f"the response {body.previous_response_id!r} is not remembered: send the whole conversation",

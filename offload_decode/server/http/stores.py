@@ -1,7 +1,7 @@
 """`/v1/stores` and `/v1/jobs`: stores are made from texts and files, listed, appended to and deleted.
 
 Nothing is fetched from anywhere: documents come with the request, and models are those that the server
-already serves. What takes long is a job, whose address is answered at once.
+already serves. Prefills and appends take long: they are jobs, whose id is answered at once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from starlette.datastructures import UploadFile
 
-from offload_decode.common import files as plain_json
+from offload_decode.common.files import parse
 from offload_decode.server.catalog import Entry
 from offload_decode.server.http.answers import Body, Name, Option, Short, service_of
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
-from offload_decode.server.job_checks import MOST_DOCUMENTS
 from offload_decode.server.job_files import Job, Upload
+from offload_decode.server.jobs import MOST_DOCUMENTS
 from offload_decode.server.requests import NoSuchName, TooLarge, WrongField
 from offload_decode.server.service import Service
 from offload_decode.store.reader import KVStore
@@ -167,7 +167,7 @@ def router() -> APIRouter:
     def stores(request: Request) -> StoreList:
         """All stores."""
         entries = service_of(request).catalog.entries()
-        return StoreList(data=[StoreAnswer(**_told(entry)) for entry in entries if entry.path is not None])
+        return StoreList(data=[StoreAnswer(**_fields(entry)) for entry in entries if entry.path is not None])
 
     @routes.post("/v1/stores", status_code=202, openapi_extra=_body(NewStore), **more)
     async def create(request: Request) -> JobAnswer:
@@ -189,7 +189,7 @@ def router() -> APIRouter:
             raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
         opened = KVStore.open(entry.path)
         return StoreDetails(
-            **_told(entry),
+            **_fields(entry),
             spans=[Span(name=one.name, start=one.start, end=one.end) for one in opened.documents],
             bytes=sum(opened.cost().values()),
             dtype=opened.manifest.dtype,
@@ -240,7 +240,7 @@ def router() -> APIRouter:
 
 
 def _body(shape: type[BaseModel]) -> dict[str, Any]:
-    """What an OpenAPI document says of a body that is JSON or a form."""
+    """For the OpenAPI document: a body that is JSON or a form."""
     plain = shape.model_json_schema()
     plain["properties"]["documents"]["items"] = plain.pop("$defs")[Text.__name__]
     files = {"type": "array", "items": {"type": "string", "format": "binary"}}
@@ -277,7 +277,7 @@ async def _sent(request: Request, shape: type[Sent]) -> AsyncIterator[tuple[Sent
 
 
 async def _read(request: Request) -> bytes:
-    """A body that is read whole. Raises `TooLarge`."""
+    """A whole body. Raises `TooLarge`."""
     most = service_of(request).settings.max_body
     body = bytearray()
     async for piece in request.stream():
@@ -291,7 +291,7 @@ async def _read(request: Request) -> bytes:
 
 def _parsed(data: str | bytes, field: str | None) -> Any:
     try:
-        value = plain_json.parse(data)
+        value = parse(data)
         json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
     except ValueError as error:
         raise WrongField(f"{field or 'the body'} is not JSON: {error}", field) from error
@@ -314,21 +314,16 @@ def _upload(name: str, text: str) -> Upload:
     return Upload(name, io.BytesIO(text.encode()), text=True)
 
 
-def _told(entry: Entry) -> dict[str, Any]:
-    return {
-        "id": entry.name,
-        "created": entry.created,
-        "root": entry.base,
-        "tokens": entry.tokens,
-        "documents": entry.documents,
-        "recall": entry.recall,
-        "digest": entry.digest,
-    }
+def _fields(entry: Entry) -> dict[str, Any]:
+    names = ("created", "tokens", "documents", "recall", "digest")
+    return {"id": entry.name, "root": entry.base, **{name: getattr(entry, name) for name in names}}
 
 
 def _job(service: Service, job: Job) -> JobAnswer:
-    now = service.jobs.progress(job.id)
-    error = None if job.error is None else without_paths(job.error, known_names(service))
+    now, error = service.jobs.progress(job.id), None
+    progress = now and JobProgress(stage=now.stage, done=now.done, total=now.total, seconds_left=now.left_s)
+    if job.error is not None:
+        error = JobError(message=without_paths(job.error, known_names(service)))
     return JobAnswer(
         id=job.id,
         kind=job.work.kind,
@@ -338,9 +333,7 @@ def _job(service: Service, job: Job) -> JobAnswer:
         created_at=int(job.created),
         started_at=None if job.started is None else int(job.started),
         finished_at=None if job.ended is None else int(job.ended),
-        progress=None
-        if now is None
-        else JobProgress(stage=now.stage, done=now.done, total=now.total, seconds_left=now.left_s),
+        progress=progress,
         result=job.result,
-        error=None if error is None else JobError(message=error),
+        error=error,
     )

@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from offload_decode.server.http.remembered import Remembered
+from offload_decode.server.http.responses import Conversations
 from offload_decode.server.requests import TimedOut, ToolCall
 from tests.server.fakes import STORED, FakeService
 
@@ -135,7 +135,7 @@ def test_a_conversation_goes_on_from_its_last_response(client: OpenAI, service: 
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    remembered = Remembered(100)
+    remembered = Conversations(100)
     message = {"role": "user", "content": "x" * 10}
     for id in ("a", "b"):
         remembered.keep(id, [message])

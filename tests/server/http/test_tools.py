@@ -15,7 +15,7 @@ from offload_decode.server.http.app import create_app
 from offload_decode.server.requests import Settings
 from offload_decode.server.service import Service
 from tests.server.http.conftest import listening
-from tests.server.test_tools import TEMPLATES, TOOLS
+from tests.server.test_tool_calls import TEMPLATES, TOOLS
 from tests.tiny import text_model, tiny_tokenizer
 
 SCHEMA = {
@@ -47,7 +47,7 @@ def client(tmp_path_factory):
     )
     service = Service(Catalog([folder / "stores"]), Settings(config=EngineConfig(selector="dense")))
     try:
-        service.residents.preload(service.catalog.entries()[0]).result(timeout=120)
+        service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
         with listening(create_app(service)) as url:
             yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
     finally:

@@ -11,11 +11,11 @@ from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.server.prefix_cache import Tails, tail_key
+from offload_decode.server.prefix_cache import PrefixCache, prefix_key
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = "The lamp burns low. " * 12
-KEY = tail_key("book", "dense", {}, "digest")
+KEY = prefix_key("book", "dense", {}, "digest")
 
 
 def stored(folder, family):
@@ -71,39 +71,42 @@ tails_of = st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=8), max_siz
 
 @given(kept=tails_of, asked=st.lists(st.integers(3, 5), min_size=1, max_size=9))
 def test_the_longest_beginning_is_found(kept, asked):
-    tails = Tails(1 << 30)
+    prefix_cache = PrefixCache(1 << 30)
     for tokens in kept:
-        tails.keep(KEY, Said(tokens))
+        prefix_cache.keep(KEY, Said(tokens))
     longest = max((n for tokens in kept for n in range(len(asked)) if tokens[:n] == asked[:n]), default=0)
-    found = tails.take(KEY, asked)
+    found = prefix_cache.take(KEY, asked)
     assert ([] if found is None else found.tokens) == asked[:longest]
-    assert tails.stats.hits == bool(longest)
-    assert tails.stats.tokens == longest
+    assert prefix_cache.stats.hits == bool(longest)
+    assert prefix_cache.stats.tokens == longest
     replaced = [any(later[: len(t)] == t for later in kept[i + 1 :]) for i, t in enumerate(kept)]
-    assert tails.stats.entries == replaced.count(False)
+    assert prefix_cache.stats.entries == replaced.count(False)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_a_conversation_that_was_found_goes_on_as_one_that_runs_it_all(opened, family):
-    engine, tails = opened(family), Tails(1 << 30)
+    engine, prefix_cache = opened(family), PrefixCache(1 << 30)
     first, second = [10, 11, 12, 13, 14], [10, 11, 12, 20, 21]
-    tails.keep(KEY, ran(engine, first)[0])
+    prefix_cache.keep(KEY, ran(engine, first)[0])
     for tokens in (second, [*first, 30], second):
-        found = tails.take(KEY, tokens)
+        found = prefix_cache.take(KEY, tokens)
         logits = found.extend(tokens[len(found.tokens) :])
         torch.testing.assert_close(logits, ran(engine, tokens)[1], atol=1e-4, rtol=0)
-        tails.keep(KEY, found)
-    assert tails.stats.hits == 3
+        prefix_cache.keep(KEY, found)
+    assert prefix_cache.stats.hits == 3
 
 
 def test_what_differs_in_model_selector_options_or_store_is_not_mixed(opened):
-    tails = Tails(1 << 30)
-    tails.keep(tail_key("book", "topk", {"a": 1, "b": 2}, "d"), ran(opened(), [10, 11])[0])
+    prefix_cache = PrefixCache(1 << 30)
+    prefix_cache.keep(prefix_key("book", "topk", {"a": 1, "b": 2}, "d"), ran(opened(), [10, 11])[0])
     for other in ("cook", "topk", {"a": 1, "b": 2}, "d"), ("book", "quest", {"a": 1, "b": 2}, "d"):
-        assert tails.take(tail_key(*other), [10, 11, 12]) is None
-    assert tails.take(tail_key("book", "topk", {"a": 1}, "d"), [10, 11, 12]) is None
-    assert tails.take(tail_key("book", "topk", {"a": 1, "b": 2}, "e"), [10, 11, 12]) is None
-    assert tails.take(tail_key("book", "topk", {"b": 2, "a": 1}, "d"), [10, 11, 12]).tokens == [10, 11]
+        assert prefix_cache.take(prefix_key(*other), [10, 11, 12]) is None
+    assert prefix_cache.take(prefix_key("book", "topk", {"a": 1}, "d"), [10, 11, 12]) is None
+    assert prefix_cache.take(prefix_key("book", "topk", {"a": 1, "b": 2}, "e"), [10, 11, 12]) is None
+    assert prefix_cache.take(prefix_key("book", "topk", {"b": 2, "a": 1}, "d"), [10, 11, 12]).tokens == [
+        10,
+        11,
+    ]
 
 
 def test_the_bytes_are_those_of_the_tensors_and_bounded(opened):
@@ -111,50 +114,50 @@ def test_the_bytes_are_those_of_the_tensors_and_bounded(opened):
     one = ran(engine, list(range(10, 30)))[0]
     shape = engine.loaded.shape
     row = sum(2 * shape.kv_heads * shape.head_dim * 4 for _ in shape.layers)
-    tails = Tails(1 << 30)
-    tails.keep(KEY, one)
-    own = tails.stats.bytes
+    prefix_cache = PrefixCache(1 << 30)
+    prefix_cache.keep(KEY, one)
+    own = prefix_cache.stats.bytes
     assert own == 20 * row + 20 * 8
-    tails = Tails(2 * own + own // 2)
+    prefix_cache = PrefixCache(2 * own + own // 2)
     for start in (10, 11, 12):
-        tails.keep(KEY, ran(engine, list(range(start, start + 20)))[0])
-        tails.take(KEY, [10, 10])  # the first is used again and again
-    assert (tails.stats.entries, tails.stats.bytes) == (2, 2 * own)
-    assert tails.take(KEY, [10, 11, 12]).tokens == [10, 11]
-    assert tails.take(KEY, [11, 12]) is None
-    tails.keep(KEY, ran(engine, list(range(10, 100)))[0])
-    assert tails.stats.entries == 2, "one that is larger than the bound changes nothing"
-    assert tails.take(KEY, list(range(10, 90))).tokens == list(range(10, 30))
+        prefix_cache.keep(KEY, ran(engine, list(range(start, start + 20)))[0])
+        prefix_cache.take(KEY, [10, 10])  # the first is used again and again
+    assert (prefix_cache.stats.entries, prefix_cache.stats.bytes) == (2, 2 * own)
+    assert prefix_cache.take(KEY, [10, 11, 12]).tokens == [10, 11]
+    assert prefix_cache.take(KEY, [11, 12]) is None
+    prefix_cache.keep(KEY, ran(engine, list(range(10, 100)))[0])
+    assert prefix_cache.stats.entries == 2, "one that is larger than the bound changes nothing"
+    assert prefix_cache.take(KEY, list(range(10, 90))).tokens == list(range(10, 30))
 
 
 def test_there_are_not_more_than_can_be_looked_through(monkeypatch):
-    monkeypatch.setattr("offload_decode.server.prefix_cache.MOST", 2)
-    tails = Tails(1 << 30)
+    monkeypatch.setattr("offload_decode.server.prefix_cache.MOST_CONVERSATIONS", 2)
+    prefix_cache = PrefixCache(1 << 30)
     for token in (3, 4, 5):
-        tails.keep(KEY, Said([token]))
-    assert [tails.take(KEY, [token, 9]) is None for token in (3, 4, 5)] == [True, False, False]
+        prefix_cache.keep(KEY, Said([token]))
+    assert [prefix_cache.take(KEY, [token, 9]) is None for token in (3, 4, 5)] == [True, False, False]
 
 
 def test_without_memory_nothing_is_kept(opened):
-    tails = Tails(0)
-    tails.keep(KEY, ran(opened(), [10, 11])[0])
-    assert tails.take(KEY, [10, 11, 12]) is None
+    prefix_cache = PrefixCache(0)
+    prefix_cache.keep(KEY, ran(opened(), [10, 11])[0])
+    assert prefix_cache.take(KEY, [10, 11, 12]) is None
 
 
 def test_those_of_a_model_are_dropped(opened):
-    tails = Tails(1 << 30)
+    prefix_cache = PrefixCache(1 << 30)
     for name in ("book", "cook"):
-        tails.keep(tail_key(name, "dense", {}, ""), ran(opened(), [10, 11])[0])
-    tails.drop("book")
-    assert tails.take(tail_key("book", "dense", {}, ""), [10, 11, 12]) is None
-    assert tails.take(tail_key("cook", "dense", {}, ""), [10, 11, 12]) is not None
-    assert tails.stats.entries == 1
+        prefix_cache.keep(prefix_key(name, "dense", {}, ""), ran(opened(), [10, 11])[0])
+    prefix_cache.drop("book")
+    assert prefix_cache.take(prefix_key("book", "dense", {}, ""), [10, 11, 12]) is None
+    assert prefix_cache.take(prefix_key("cook", "dense", {}, ""), [10, 11, 12]) is not None
+    assert prefix_cache.stats.entries == 1
 
 
 def test_a_fork_shares_until_it_appends(opened):
-    tails = Tails(1 << 30)
-    tails.keep(KEY, ran(opened(), [10, 11, 12])[0])
-    one, two = tails.take(KEY, [10, 11, 99]), tails.take(KEY, [10, 11, 98])
+    prefix_cache = PrefixCache(1 << 30)
+    prefix_cache.keep(KEY, ran(opened(), [10, 11, 12])[0])
+    one, two = prefix_cache.take(KEY, [10, 11, 99]), prefix_cache.take(KEY, [10, 11, 98])
     held = {conversation.cache.tails[0].tail.view()[0].data_ptr() for conversation in (one, two)}
     assert len(held) == 1
     alone = ran(opened(), [10, 11, 99])[1]
@@ -164,36 +167,36 @@ def test_a_fork_shares_until_it_appends(opened):
     one.crop(one.length - 2)
     one.extend([50, 51])  # in the place of what the fork still has
     torch.testing.assert_close(fork.extend([7]), ran(opened(), [10, 11, 99, 7])[1], atol=1e-4, rtol=0)
-    again = tails.take(KEY, [10, 11, 12, 13])
+    again = prefix_cache.take(KEY, [10, 11, 12, 13])
     torch.testing.assert_close(again.extend([13]), ran(opened(), [10, 11, 12, 13])[1], atol=1e-4, rtol=0)
 
 
 def test_a_selector_that_remembers_goes_on_from_the_end_alone(opened):
-    engine, tails = opened(selector="h2o", budget="40"), Tails(1 << 30)
+    engine, prefix_cache = opened(selector="h2o", budget="40"), PrefixCache(1 << 30)
     engine.ask("Who?")
     for _ in engine.generate(engine.extend([50]), 5):
         pass
     kept = engine.fork()
-    tails.keep(KEY, kept)
+    prefix_cache.keep(KEY, kept)
     told = list(engine.tokens)
-    assert tails.take(KEY, told) is None, "one token would have to be taken back"
-    assert tails.take(KEY, [*told[:-1], 99, 98]) is None
+    assert prefix_cache.take(KEY, told) is None, "one token would have to be taken back"
+    assert prefix_cache.take(KEY, [*told[:-1], 99, 98]) is None
     question = [*engine.pending, 60, 61, 62]
-    found = tails.take(KEY, told + question)
+    found = prefix_cache.take(KEY, told + question)
     engine.selector.reset()
     torch.testing.assert_close(found.extend(question), engine.extend([60, 61, 62]))
 
 
 def test_recurrent_layers_go_on_from_where_a_turn_began(opened):
-    engine, tails = opened("qwen3_next"), Tails(1 << 30)
+    engine, prefix_cache = opened("qwen3_next"), PrefixCache(1 << 30)
     conversation = ran(engine, [10, 11, 12])[0]
     conversation.extend([13])
     conversation.extend([20, 21, 22])
-    tails.keep(KEY, conversation)
-    assert tails.stats.bytes > conversation.cache.state_bytes > 0
+    prefix_cache.keep(KEY, conversation)
+    assert prefix_cache.stats.bytes > conversation.cache.state_bytes > 0
     asked = [10, 11, 12, 13, 20, 99]
-    found = tails.take(KEY, asked)
+    found = prefix_cache.take(KEY, asked)
     assert found.tokens == [10, 11, 12, 13]
     torch.testing.assert_close(found.extend([20, 99]), ran(engine, asked)[1], atol=1e-4, rtol=0)
-    assert tails.take(KEY, [10, 11, 99]) is None
-    assert tails.take(KEY, [*asked[:5], 21, 22, 30]).tokens == [10, 11, 12, 13, 20, 21, 22]
+    assert prefix_cache.take(KEY, [10, 11, 99]) is None
+    assert prefix_cache.take(KEY, [*asked[:5], 21, 22, 30]).tokens == [10, 11, 12, 13, 20, 21, 22]

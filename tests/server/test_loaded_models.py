@@ -16,7 +16,7 @@ from offload_decode.prefill_jobs.job import Settings as PrefillSettings
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server import loaded_models
 from offload_decode.server.requests import Generation, Loading, NoSuchName
-from offload_decode.server.service import ChatAsked
+from offload_decode.server.service import ChatRequest
 from tests.server.conftest import Listener
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -24,7 +24,7 @@ from tests.tiny import text_model, tiny_tokenizer
 def ask(service, model, **more):
     listener = Listener()
     messages = [{"role": "user", "content": "Why?"}]
-    service.chat(ChatAsked("id", model, Generation(max_tokens=4), messages=messages, **more), listener)
+    service.chat(ChatRequest("id", model, Generation(max_tokens=4), messages=messages, **more), listener)
     return listener.all()
 
 
@@ -40,13 +40,13 @@ def ask_patiently(service, model):
 
 def test_the_stores_used_least_recently_are_closed(serve):
     service = serve(max_open=2)
-    opened = service.residents.get(service.catalog.entry("book"))
+    opened = service.loaded_models.get(service.catalog.entry("book"))
     held = weakref.ref(opened.start.prefix.host)
     del opened
     for options in ({"budget": "8"}, {"budget": "9"}):
         assert ask(service, "notes", options=options).error is None
     gc.collect()
-    assert service.residents.open_stores() == ["notes"]
+    assert service.loaded_models.open_stores() == ["notes"]
     assert held() is None
     assert ask(service, "book").error is None
 
@@ -56,8 +56,8 @@ def test_so_many_stores_are_open_as_have_room_among_the_maps_of_memory(serve, mo
     monkeypatch.setattr("offload_decode.server.loaded_models.MOST_FILES", 1)
     assert ask(service, "book").error is None
     assert ask(service, "notes").error is None
-    assert service.residents.open_stores() == ["notes"]
-    assert service.tails.stats.entries == 1  # that of the other store went with it
+    assert service.loaded_models.open_stores() == ["notes"]
+    assert service.prefix_cache.stats.entries == 1  # that of the other store went with it
     assert ask(service, "book").error is None
 
 
@@ -67,7 +67,7 @@ def test_of_the_ways_to_ask_a_store_the_last_ones_stay_in_memory(service):
     for budget in range(8, 8 + 3 * loaded_models.MOST_WAYS):
         options = {"budget": str(budget)}
         assert ask(service, "book", selector="quest", options=options).error is None
-        held.append(weakref.ref(service.residents.get(entry, "quest", options).start.prefix.selector))
+        held.append(weakref.ref(service.loaded_models.get(entry, "quest", options).start.prefix.selector))
     while service.scheduler.uses("book"):
         time.sleep(0.01)
     gc.collect()
@@ -77,7 +77,7 @@ def test_of_the_ways_to_ask_a_store_the_last_ones_stay_in_memory(service):
 def test_selectors_of_one_store_share_its_rows(service):
     entry = service.catalog.entry("book")
     hosts = {
-        id(service.residents.get(entry, selector).start.prefix.host)
+        id(service.loaded_models.get(entry, selector).start.prefix.host)
         for selector in ("topk", "quest", "dense")
     }
     assert len(hosts) == 1
@@ -97,7 +97,7 @@ def test_a_store_that_grew_is_opened_again(serve, shelf, tmp_path):
     service.catalog.refresh()
     with pytest.raises(NoSuchName, match="'book'"):
         ask(service, "book")
-    assert "book" not in service.residents.open_stores()
+    assert "book" not in service.loaded_models.open_stores()
 
 
 def test_models_take_turns(serve, shelf, tmp_path):
@@ -110,7 +110,7 @@ def test_models_take_turns(serve, shelf, tmp_path):
         settings=PrefillSettings(options={"chunk": 64}),
     )
     service = serve(shelf / "stores", tmp_path / "stores")
-    held = weakref.ref(service.residents.model(service.catalog.entry("book")).model)
+    held = weakref.ref(service.loaded_models.model(service.catalog.entry("book")).model)
     assert ask(service, "book").error is None  # what is remembered of it does not keep the model
     with pytest.raises(Loading, match="'others'"):
         ask(service, "others")
@@ -125,25 +125,25 @@ def test_a_model_whose_request_never_comes_back_makes_way(serve, monkeypatch):
     service = serve()
     other = replace(service.catalog.entry("book"), name="other", dtype="bfloat16")
     assert ask_patiently(service, "book").error is None
-    service.residents.preload(other).result(timeout=60)  # nobody asks it
+    service.loaded_models.preload(other).result(timeout=60)  # nobody asks it
     assert ask_patiently(service, "book").error is None
     with pytest.raises(Loading):
-        service.residents.model(other)  # nor again
+        service.loaded_models.model(other)  # nor again
     assert ask_patiently(service, "book").error is None
 
 
 def test_a_store_that_was_opened_too_late_is_not_kept(service, monkeypatch):
     """Another model took the place of its own while it was being opened."""
-    opened = service.residents._opened
+    opened = service.loaded_models._opened
 
     def late(*args):
-        with service.residents._lock:
-            service.residents._drop(next(iter(service.residents._models)))
+        with service.loaded_models._lock:
+            service.loaded_models._drop(next(iter(service.loaded_models._models)))
         return opened(*args)
 
-    monkeypatch.setattr(service.residents, "_opened", late)
-    service.residents.get(service.catalog.entry("book"))
-    assert service.residents.open_stores() == []
+    monkeypatch.setattr(service.loaded_models, "_opened", late)
+    service.loaded_models.get(service.catalog.entry("book"))
+    assert service.loaded_models.open_stores() == []
 
 
 def test_a_model_that_cannot_be_loaded_is_tried_again(serve, shelf, tmp_path):

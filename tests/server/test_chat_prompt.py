@@ -13,14 +13,9 @@ from offload_decode.models.loading import wrap
 from offload_decode.models.prompt import encode, encode_text, prompt_for
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.server.chat_prompt import (
-    Spellings,
-    chat_tokens,
-    completion_tokens,
-    keep_answer,
-    read_messages,
-    text_tokens,
-)
+from offload_decode.server.chat_prompt import chat_tokens, completion_tokens, keep_answer, text_tokens
+from offload_decode.server.messages import read_messages
+from offload_decode.server.prefix_cache import AnswerTokens
 from offload_decode.server.requests import WrongField
 from tests.models.tokenizers import KINDS, tokenizer_of
 from tests.tiny import tiny_model
@@ -82,15 +77,15 @@ def test_turns_have_the_tokens_of_the_engines_conversation(kind, template, tmp_p
     loaded = wrap(tiny_model(vocab_size=len(tokenizer)), tokenizer)
     prefill_texts(loaded, [TextDocument("d", "The lamp burns low.")], tmp_path / "store")
     engine = Engine.open(tmp_path / "store", loaded, selector="dense")
-    messages, spellings = [], Spellings()
+    messages, answer_tokens = [], AnswerTokens()
     for question in (" Who wrote it? ", "What burns?", "And </s> then?"):
         messages.append(user(question))
         logits = engine.ask(question)
-        assert chat_tokens(loaded, True, messages, None, spellings, "book") == engine.tokens
+        assert chat_tokens(loaded, True, messages, None, answer_tokens, "book") == engine.tokens
         answer = list(engine.generate(logits, 6))
         engine.extend([])
         told = said(engine.decode(answer))
-        keep_answer(loaded, messages, told, answer, spellings, "book")
+        keep_answer(loaded, messages, told, answer, answer_tokens, "book")
         messages.append(told)
 
 
@@ -144,35 +139,37 @@ def test_without_a_template_the_form_is_plain(kind):
 @pytest.mark.parametrize("template", [None, CHAT, SPACED], ids=["plain", "chat", "spaced"])
 @pytest.mark.parametrize("stored", [True, False])
 def test_known_answers_keep_their_tokens(stored, template):
-    loaded, spellings = Fake("byte level", template), Spellings()
+    loaded, answer_tokens = Fake("byte level", template), AnswerTokens()
     question = user("Who?")
     odd = [token for letter in "lamp" for token in encode_text(loaded.known_tokenizer, letter)]
     assert odd != encode_text(loaded.known_tokenizer, "lamp")
-    keep_answer(loaded, [question], said("lamp"), odd, spellings, "book")
+    keep_answer(loaded, [question], said("lamp"), odd, answer_tokens, "book")
     asked = chat_tokens(loaded, stored, [question])
-    tokens = chat_tokens(loaded, stored, [question, said(" lamp\n"), user("Why?")], None, spellings, "book")
+    tokens = chat_tokens(
+        loaded, stored, [question, said(" lamp\n"), user("Why?")], None, answer_tokens, "book"
+    )
     assert tokens[: len(asked) + len(odd)] == asked + odd
     for scope, first in (("cook", "Who?"), ("book", "Whom?")):
         others = [user(first), said("lamp"), user("Why?")]
-        anew = chat_tokens(loaded, stored, others, None, spellings, scope)
+        anew = chat_tokens(loaded, stored, others, None, answer_tokens, scope)
         assert anew == chat_tokens(loaded, stored, others)
         assert len(anew) < len(tokens) + (first == "Whom?")
 
 
 def test_an_answer_that_is_cut_short_is_not_noted():
-    loaded, spellings = Fake(), Spellings()
+    loaded, answer_tokens = Fake(), AnswerTokens()
     tokens = encode_text(loaded.known_tokenizer, "the lamp END")
-    keep_answer(loaded, [user("Who?")], said("the lamp"), tokens, spellings, "")
+    keep_answer(loaded, [user("Who?")], said("the lamp"), tokens, answer_tokens, "")
     messages = [user("Who?"), said("the lamp"), user("Why?")]
-    assert chat_tokens(loaded, True, messages, None, spellings) == chat_tokens(loaded, True, messages)
+    assert chat_tokens(loaded, True, messages, None, answer_tokens) == chat_tokens(loaded, True, messages)
 
 
 def test_spellings_are_bounded_and_the_oldest_go_first():
-    loaded, spellings = Fake(), Spellings(most_tokens=8)
+    loaded, answer_tokens = Fake(), AnswerTokens(most_tokens=8)
     for name in ("a", "b", "c"):
         tokens = encode_text(loaded.known_tokenizer, "lamp")
-        keep_answer(loaded, [user(name)], said("lamp"), [*tokens][:4], spellings, "")
-    known = [spellings.of("", read_messages([user(name), said("lamp")]))[0] for name in ("a", "b", "c")]
+        keep_answer(loaded, [user(name)], said("lamp"), [*tokens][:4], answer_tokens, "")
+    known = [answer_tokens.of("", read_messages([user(name), said("lamp")]))[0] for name in ("a", "b", "c")]
     assert known[-1] is not None
     assert sum(len(tokens) for tokens in known if tokens) <= 8
 
@@ -180,21 +177,21 @@ def test_spellings_are_bounded_and_the_oldest_go_first():
 def test_a_template_that_changes_an_answer_is_obeyed():
     """Reasoning that it leaves out of earlier turns does not come back in the answer's own tokens."""
     template = CHAT.replace("{{ m.content }}", "{{ (m.content.split('.') | last) }}")
-    loaded, spellings = Fake(template=template), Spellings()
+    loaded, answer_tokens = Fake(template=template), AnswerTokens()
     tokens = encode_text(loaded.known_tokenizer, "I think. lamp")
-    keep_answer(loaded, [user("Who")], said("I think. lamp"), tokens, spellings, "")
+    keep_answer(loaded, [user("Who")], said("I think. lamp"), tokens, answer_tokens, "")
     messages = [user("Who"), said("I think. lamp"), user("Why")]
-    told = chat_tokens(loaded, False, messages, None, spellings)
+    told = chat_tokens(loaded, False, messages, None, answer_tokens)
     assert "think" not in loaded.text(told)
 
 
 def test_what_a_template_puts_ahead_of_earlier_answers_stays():
     template = CHAT.replace("{{ m.content }}", "{{ '(so) ' if m.role == 'assistant' }}{{ m.content }}")
-    loaded, spellings = Fake(template=template), Spellings()
+    loaded, answer_tokens = Fake(template=template), AnswerTokens()
     keep_answer(
-        loaded, [user("Who")], said("lamp"), encode_text(loaded.known_tokenizer, "lamp"), spellings, ""
+        loaded, [user("Who")], said("lamp"), encode_text(loaded.known_tokenizer, "lamp"), answer_tokens, ""
     )
-    told = chat_tokens(loaded, False, [user("Who"), said("lamp"), user("Why")], None, spellings)
+    told = chat_tokens(loaded, False, [user("Who"), said("lamp"), user("Why")], None, answer_tokens)
     assert "(so) lamp" in loaded.text(told)
 
 
@@ -286,7 +283,7 @@ def test_tools_stand_where_the_template_puts_them_or_ahead_of_the_first_question
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_calls_of_tools_stand_as_the_template_puts_them(stored):
-    loaded, spellings = Fake(template=CHAT), Spellings()
+    loaded, answer_tokens = Fake(template=CHAT), AnswerTokens()
     answered = {"role": "tool", "tool_call_id": "call0", "content": "It is here."}
     messages = [user("Where?"), called("look", at="é"), answered]
     text = loaded.text(chat_tokens(loaded, stored, messages, TOOLS))
@@ -297,14 +294,14 @@ def test_calls_of_tools_stand_as_the_template_puts_them(stored):
     assert rest == f"<call>{arguments}</s>[tool]It is here.[assistant]"
     # As it was generated:
     odd = encode_text(loaded.known_tokenizer, '<call> {"name":"look"}')
-    keep_answer(loaded, messages[:1], messages[1], odd, spellings, "")
-    known = chat_tokens(loaded, stored, messages, TOOLS, spellings)
+    keep_answer(loaded, messages[:1], messages[1], odd, answer_tokens, "")
+    known = chat_tokens(loaded, stored, messages, TOOLS, answer_tokens)
     begin = chat_tokens(loaded, stored, messages[:1], TOOLS)
     assert known[: len(begin) + len(odd)] == begin + odd
     assert loaded.text(known[len(begin) + len(odd) :]) == "</s>[tool]It is here.[assistant]"
     # And so is a whole further turn behind it.
     further = [*messages, said("Here."), user("Why?")]
-    assert chat_tokens(loaded, stored, further, TOOLS, spellings)[: len(known)] == known
+    assert chat_tokens(loaded, stored, further, TOOLS, answer_tokens)[: len(known)] == known
 
 
 def test_a_template_may_name_the_day():

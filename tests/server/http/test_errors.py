@@ -20,7 +20,7 @@ from offload_decode.server.http import errors
 from offload_decode.server.metrics import Metrics
 
 
-class Residents:
+class LoadedModels:
     """Models and stores that are said to be in memory."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Residents:
 
 @pytest.fixture
 def service() -> Any:
-    return SimpleNamespace(metrics=Metrics(), residents=Residents())
+    return SimpleNamespace(metrics=Metrics(), loaded_models=LoadedModels())
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def client(service: Any) -> TestClient:
 
     @app.get("/books/{name}")
     async def book(name: str) -> dict[str, str]:
-        metrics.line()["model"] = name
+        metrics.log_fields()["model"] = name
         return {}
 
     @app.get("/broken")
     def broken() -> None:
         raise ValueError("a text of the user's")
 
-    return TestClient(errors.Seen(app), raise_server_exceptions=False)
+    return TestClient(errors.RequestLog(app), raise_server_exceptions=False)
 
 
 @pytest.fixture
@@ -71,10 +71,10 @@ def lines() -> Iterator[io.StringIO]:
 
 def test_health_is_503_until_the_first_model_is_there(client: TestClient, service: Any) -> None:
     assert client.get("/health").status_code == 200
-    service.residents.busy = True
+    service.loaded_models.busy = True
     loading = client.get("/health")
     assert (loading.status_code, loading.json()["status"]) == (503, "loading")
-    service.residents.ready = ["demo"]
+    service.loaded_models.ready = ["demo"]
     ready = client.get("/health")
     assert (ready.status_code, ready.json()) == (
         200,
@@ -138,6 +138,6 @@ def test_a_client_that_left_early_is_logged_as_such(lines: io.StringIO) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(
-            errors.Seen(gone)({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)
+            errors.RequestLog(gone)({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)
         )  # type: ignore[arg-type]
     assert json.loads(lines.getvalue())["status"] == errors.HUNG_UP

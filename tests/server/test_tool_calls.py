@@ -20,8 +20,8 @@ from offload_decode.server.tool_calls import (
     LLAMA,
     MISTRAL,
     MISTRAL_NAMED,
-    Calling,
-    Calls,
+    CallFilter,
+    CallParser,
     choice_of,
     form_of,
 )
@@ -82,7 +82,7 @@ WRITTEN = {
 
 def read(form, pieces):
     """The text and the calls of an answer that comes in pieces."""
-    calls = Calls(form, NAMES)
+    calls = CallParser(form, NAMES)
     told = [calls.push(piece) for piece in pieces]
     told.append(calls.rest())
     found = [(call.name, json.loads(call.arguments)) for _, calls in told for call in calls]
@@ -139,7 +139,7 @@ def test_any_split_gives_the_same_text_and_calls(kind, parts, data):
 
 
 def test_a_call_of_hermes_comes_as_soon_as_it_is_whole():
-    calls = Calls(HERMES, NAMES)
+    calls = CallParser(HERMES, NAMES)
     first, second = WRITTEN["hermes"].split("\n<tool_call", 1)
     assert [call.name for call in calls.push("So. " + first)[1]] == ["look_up"]
     assert [call.name for call in calls.push("\n<tool_call" + second)[1]] == ["add"]
@@ -171,14 +171,14 @@ def test_a_call_that_is_whole_but_for_its_end_is_one():
 
 
 def test_ids_are_of_nine_letters_and_digits_each_another():
-    calls = Calls(HERMES, NAMES).push(WRITTEN["hermes"])[1]
+    calls = CallParser(HERMES, NAMES).push(WRITTEN["hermes"])[1]
     assert len({call.id for call in calls}) == 2
     assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
 
 
 def test_events_have_calls_in_place_of_their_text():
     told = []
-    calling = Calling(told.append, HERMES, NAMES)
+    calling = CallFilter(told.append, HERMES, NAMES)
     usage = Prompted(Usage(3, 2))
     calling(usage)
     for index, text in ((0, "So. <tool_c"), (1, "No call."), (0, WRITTEN["hermes"][len("<tool_c") :])):
@@ -206,7 +206,7 @@ def test_an_answer_that_must_be_a_call_is_one(kind, special, choice):
         Picker(loaded, (), frozenset([2]), generation, 2000),
         Text(loaded.tokenizer, (), False, chosen.shown),
     )
-    calls, written, found = Calls(chosen.form, chosen.names), "", []
+    calls, written, found = CallParser(chosen.form, chosen.names), "", []
     generator = torch.Generator().manual_seed(0)
     for _ in range(2000):
         logits = torch.randn(len(loaded.tokenizer), generator=generator)

@@ -1,0 +1,178 @@
+"""Events of requests from the scheduler's thread to the event loop, and as server-sent events to the client,
+until it has them all or hangs up: a disconnect cancels the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import anyio
+from anyio.to_thread import run_sync
+from fastapi import Request
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from offload_decode.server.http.errors import refused
+from offload_decode.server.requests import Done, Emit, Event, Failed, TimedOut
+
+MOST_UNREAD = 1 << 14
+"""Events that wait for a client, before it is dropped: it reads more slowly than the model writes."""
+QUIET_S = 5.0
+"""Seconds without an event before a comment keeps the connection open; and how long a request may take to
+fail with a status of its own, before the stream begins.
+"""
+DONE = format_sse_event(data_str="[DONE]")
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Ticket(Protocol):
+    """A request that was accepted."""
+
+    def cancel(self) -> None: ...
+
+
+Start = Callable[[Emit], Ticket]
+
+
+class PartEvent(NamedTuple):
+    """An event of the request with this number: they are numbered as they were begun."""
+
+    part: int
+    event: Event
+
+
+class Events:
+    """The events of one or several requests that one HTTP request began."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[PartEvent] = asyncio.Queue()
+        self._first: list[PartEvent] = []
+        self._tickets: list[Ticket] = []
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._unfinished = 0
+
+    async def begin(self, starts: Sequence[Start]) -> None:
+        """Hand the requests to the scheduler, in a worker thread. Raises what one of them raises."""
+        self._unfinished = len(starts)
+        await run_sync(self._begin, starts)
+
+    def _begin(self, starts: Sequence[Start]) -> None:
+        for part, start in enumerate(starts):
+            ticket = start(partial(self._emit, part))
+            with self._lock:
+                self._tickets.append(ticket)
+                cancelled = self._cancelled
+            if cancelled:
+                ticket.cancel()
+
+    def cancel(self) -> None:
+        """Nobody reads any more: the requests end within a step."""
+        with self._lock:
+            self._cancelled = True
+            tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.cancel()
+
+    def _emit(self, part: int, event: Event) -> None:
+        with suppress(RuntimeError):  # the loop has been closed: the server goes down
+            self._loop.call_soon_threadsafe(self._put, PartEvent(part, event))
+
+    def _put(self, event: PartEvent) -> None:
+        if self._queue.qsize() < MOST_UNREAD:
+            self._queue.put_nowait(event)
+        elif not self._cancelled:
+            self.cancel()
+            error = TimedOut(f"the answer was not read: {MOST_UNREAD:,} pieces of it waited")
+            self._queue.put_nowait(PartEvent(0, Failed(error)))
+
+    async def first(self, within_s: float) -> None:
+        """Wait so long for the first event, and raise the error of a request that fails at once."""
+        if (first := await self._next(within_s)) is not None:
+            self._first.append(first)
+
+    async def each(self, quiet_s: float | None = None) -> AsyncIterator[PartEvent | None]:
+        """Events until every request is done; None where nothing came for so many seconds. Raises the error
+        of a request that fails.
+        """
+        while self._unfinished:
+            event = self._first.pop() if self._first else await self._next(quiet_s)
+            if event is not None and isinstance(event.event, Done):
+                self._unfinished -= 1
+            yield event
+
+    async def _next(self, within_s: float | None) -> PartEvent | None:
+        with anyio.move_on_after(within_s):
+            event = await self._queue.get()
+            if isinstance(event.event, Failed):
+                raise event.event.error
+            return event
+        return None
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(request: Request, events: Events, work: Callable[[], Awaitable[None]]) -> None:
+    """Do `work` on events. Where it fails or the client hangs up (`ClientDisconnect`), they are cancelled."""
+    done = False
+
+    async def watch() -> None:
+        await disconnected(request.receive)
+        group.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            await work()
+            done = True
+            group.cancel_scope.cancel()
+    except ExceptionGroup as raised:  # anyio wraps even a single one
+        raise raised.exceptions[0] from None
+    finally:
+        if not done:
+            events.cancel()
+    if not done:
+        raise ClientDisconnect
+
+
+class Stream(EventSourceResponse):
+    """Chunks to a client. None is a comment; an error that the chunks raise is sent in OpenAI's shape, and
+    ends the stream. `names` are those of the stores, by their paths.
+    """
+
+    def __init__(self, events: Events, chunks: AsyncIterator[bytes | None], names: Mapping[str, str]):
+        self.events = events
+        super().__init__(_with_comments(chunks, names), headers=_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.events.cancel()
+
+
+def sse(chunk: BaseModel, event: str | None = None) -> bytes:
+    """A chunk as a server-sent event: fields that were never set are left out."""
+    return format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True, by_alias=True), event=event)
+
+
+async def _with_comments(
+    chunks: AsyncIterator[bytes | None], names: Mapping[str, str]
+) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield KEEPALIVE_COMMENT if chunk is None else chunk
+    except Exception as error:  # noqa: BLE001 - the status has been sent: the error goes into the stream
+        yield sse(refused(error, names).body)
