@@ -163,7 +163,7 @@ def _encoded(loaded: LoadedModel, stored: bool, parts: Iterable[Part], param: st
         pieces = [part for part in run if isinstance(part, Piece)]
         check_characters([piece.text for piece in pieces], param)
         if not pieces:
-            tokens += [token for part in run for token in part[0]]
+            tokens += [token for part in run if isinstance(part, KnownTokens) for token in part.tokens]
         elif number or stored:
             tokens += encode_after(loaded.known_tokenizer, "" if number else loaded.prompt.gap[0], pieces)
         else:

@@ -114,8 +114,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
 
 
 def _texts(folder: Path, job: Job) -> list[tuple[str, str]]:
-    from offload_decode.prefill_jobs.decoding import text_of
-    from offload_decode.prefill_jobs.plain_files import read_plain
+    from offload_decode.prefill_jobs.decoding import read_plain, text_of
 
     texts = []
     for number, document in enumerate(job.documents):

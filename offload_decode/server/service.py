@@ -115,7 +115,8 @@ class Service:
             self._check_letters(_letters(asked.messages) + _letters(tools or ()))
             tokens = chat_tokens(loaded, stored, asked.messages, tools, self.answer_tokens, scope)
             keep = partial(keep_answer, loaded, asked.messages, answer_tokens=self.answer_tokens, scope=scope)
-            emit, shown = _recorded(emit, keep), {}
+            emit = _recorded(emit, keep)
+            shown: Mapping[int, str] = {}
             if choice is not None:
                 emit, shown = CallFilter(emit, choice.form, choice.names), choice.shown
                 if choice.grammar is not None:

@@ -320,8 +320,9 @@ def _fields(entry: Entry) -> dict[str, Any]:
 
 
 def _job(service: Service, job: Job) -> JobAnswer:
-    now, error = service.jobs.progress(job.id), None
-    progress = now and JobProgress(stage=now.stage, done=now.done, total=now.total, seconds_left=now.left_s)
+    progress = error = None
+    if now := service.jobs.progress(job.id):
+        progress = JobProgress(stage=now.stage, done=now.done, total=now.total, seconds_left=now.left_s)
     if job.error is not None:
         error = JobError(message=without_paths(job.error, known_names(service)))
     return JobAnswer(
