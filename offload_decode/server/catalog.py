@@ -64,70 +64,6 @@ class Entry:
     identity: object = None
 
 
-class StoreWatcher:
-    """The stores in `places`, which are stores or folders of stores; each is read once for as long as it is
-    the same. Raises `ConfigError` for a place that is not there.
-    """
-
-    def __init__(self, places: Sequence[Path]) -> None:
-        self._places = [Path(os.path.abspath(place)) for place in places]
-        for place in self._places:
-            if not place.is_dir():
-                raise ConfigError(f"there is no store and no folder at {place}: give one, or make it first")
-        self.folders = tuple(place for place in self._places if not _is_store(place))
-        self._known: dict[Path, Entry] = {}
-        self._problems: dict[Path, str] = {}
-
-    def stores(self) -> dict[Path, Entry]:
-        """The stores by their paths, in the order of the places and of their names. One that cannot be served
-        is left out, and the log says why, once.
-        """
-        before, self._known = self._known, {}
-        problems: dict[Path, str] = {}
-        for path in dict.fromkeys(self._paths(problems)):
-            try:
-                identity = tuple(map(_stat, (path, path / ROOT, path / SEAL, kind_folder(path, _SEARCHED))))
-                known = before.get(path)
-                self._known[path] = known if known and known.identity == identity else _read(path, identity)
-            except (OffloadDecodeError, OSError) as error:
-                problems[path] = str(error)
-        for path, problem in problems.items():
-            if self._problems.get(path) != problem:
-                LOG.warning("%s is left out: %s", path, problem)
-        self._problems = problems
-        return self._known
-
-    def watch(self, stop: Event, changed: Callable[[], None]) -> None:
-        """Call `changed` when something came into one of the folders or went, and every `POLL_S`, until
-        `stop` is set. An error of the file system is logged, and watching continues.
-        """
-        folders = {place if place in self.folders else place.parent for place in self._places}
-        for _ in _changes([*folders], stop):
-            if stop.is_set():
-                return
-            try:
-                changed()
-            except OSError as error:
-                LOG.warning("%s cannot be looked at: %s", error.filename, error.strerror)
-            except Exception:  # whatever it was, the next change is noticed
-                LOG.exception("a look at the folders failed")
-
-    def _paths(self, problems: dict[Path, str]) -> Iterator[Path]:
-        for place in self._places:
-            if place not in self.folders:
-                if _is_store(place):
-                    yield place
-                continue
-            try:
-                names = sorted(os.listdir(place))
-            except OSError as error:
-                problems[place] = error.strerror or str(error)
-                continue
-            for name in names:
-                if not name.startswith(".") and not name.endswith(_NO_STORES) and _is_store(place / name):
-                    yield place / name
-
-
 def _is_store(path: Path) -> bool:
     return os.path.lexists(path / ROOT)
 
@@ -198,11 +134,18 @@ class Catalog:
 
     `model` is served without a corpus beside the models of the stores. Of stores with one name in several
     folders, the first one that is found has it until it goes; others have a few letters more, which are
-    always the same for a path. Thread-safe. Raises `ConfigError` for a place that is not there.
+    always the same for a path. Stores can be made and deleted in `folders`, the places that are no stores
+    themselves. Thread-safe. Raises `ConfigError` for a place that is not there.
     """
 
     def __init__(self, places: Sequence[Path], model: str | None = None) -> None:
-        self._watcher = StoreWatcher(places)
+        self._places = [Path(os.path.abspath(place)) for place in places]
+        for place in self._places:
+            if not place.is_dir():
+                raise ConfigError(f"there is no store and no folder at {place}: give one, or make it first")
+        self.folders = tuple(place for place in self._places if not _is_store(place))
+        self._known: dict[Path, Entry] = {}
+        self._problems: dict[Path, str] = {}
         # A folder by its whole path, as the manifests of stores have it.
         is_folder = model is not None and model not in demo_models.NAMES and os.path.exists(model)
         self._model = str(Path(model).resolve()) if is_folder and model else model
@@ -214,15 +157,8 @@ class Catalog:
         self._snapshot = _Snapshot((), {})
         self.refresh()
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watcher.watch, args=(self._stop, self.refresh), name="catalog", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, name="catalog", daemon=True)
         self._thread.start()
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """The places in which stores can be made and deleted."""
-        return self._watcher.folders
 
     def entries(self) -> tuple[Entry, ...]:
         """All there is: stores in the order of the places, then bare models."""
@@ -254,7 +190,7 @@ class Catalog:
     def refresh(self) -> None:
         """Look into the places now."""
         with self._lock:
-            found = {path: each for path, each in self._watcher.stores().items() if path not in self._hidden}
+            found = {path: each for path, each in self._stores().items() if path not in self._hidden}
             before, after = self._snapshot, self._named(found)
             self._snapshot = after
         gone = {entry.name for entry in before.entries if after.named.get(entry.name) != entry}
@@ -274,6 +210,53 @@ class Catalog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _watch(self) -> None:
+        """Refresh when something came into one of the folders or went, and every `POLL_S`, until `close`."""
+        folders = {place if place in self.folders else place.parent for place in self._places}
+        for _ in _changes([*folders], self._stop):
+            if self._stop.is_set():
+                return
+            try:
+                self.refresh()
+            except OSError as error:
+                LOG.warning("%s cannot be looked at: %s", error.filename, error.strerror)
+            except Exception:  # whatever it was, the next change is noticed
+                LOG.exception("a look at the folders failed")
+
+    def _stores(self) -> dict[Path, Entry]:
+        """The stores by their paths, in the order of the places and of their names; each is read once for as
+        long as it is the same. One that cannot be served is left out, and the log says why, once.
+        """
+        before, self._known = self._known, {}
+        problems: dict[Path, str] = {}
+        for path in dict.fromkeys(self._paths(problems)):
+            try:
+                identity = tuple(map(_stat, (path, path / ROOT, path / SEAL, kind_folder(path, _SEARCHED))))
+                known = before.get(path)
+                self._known[path] = known if known and known.identity == identity else _read(path, identity)
+            except (OffloadDecodeError, OSError) as error:
+                problems[path] = str(error)
+        for path, problem in problems.items():
+            if self._problems.get(path) != problem:
+                LOG.warning("%s is left out: %s", path, problem)
+        self._problems = problems
+        return self._known
+
+    def _paths(self, problems: dict[Path, str]) -> Iterator[Path]:
+        for place in self._places:
+            if place not in self.folders:
+                if _is_store(place):
+                    yield place
+                continue
+            try:
+                names = sorted(os.listdir(place))
+            except OSError as error:
+                problems[place] = error.strerror or str(error)
+                continue
+            for name in names:
+                if not name.startswith(".") and not name.endswith(_NO_STORES) and _is_store(place / name):
+                    yield place / name
 
     def _named(self, stores: dict[Path, Entry]) -> _Snapshot:
         """The stores and the bare models under names that differ."""

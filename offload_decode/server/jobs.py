@@ -50,30 +50,30 @@ that do.
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a running job is: `done` of `total` in a stage (tokens of a prefill, heads of an index), and
-    the seconds that are left of it, None where they are not known yet.
+class JobProgress:
+    """`done` of `total` in a stage: tokens of `prefill`, heads of `index`; `seconds_left` of this stage, None
+    where they are not known yet.
     """
 
     stage: str
     done: int
     total: int
-    left_s: float | None = None
+    seconds_left: float | None = None
 
 
 class Speed:
-    """Progress with the time that is left, by the speed since a stage began."""
+    """JobProgress with the time that is left, by the speed since a stage began."""
 
     def __init__(self) -> None:
         self._stage, self._first, self._began = "", 0, 0.0
 
-    def __call__(self, stage: str, done: int, total: int) -> Progress:
+    def __call__(self, stage: str, done: int, total: int) -> JobProgress:
         now = time.monotonic()
         if stage != self._stage:
             self._stage, self._first, self._began = stage, done, now
         ran = done - self._first
         left = (now - self._began) * (total - done) / ran if ran > 0 else None
-        return Progress(stage, done, total, left)
+        return JobProgress(stage, done, total, left)
 
 
 class Jobs:
@@ -93,7 +93,7 @@ class Jobs:
         self._read_only = read_only
         self._changed = threading.Condition()
         self._jobs: dict[str, Job] = {}
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[str, JobProgress] = {}
         self._deleting: set[str] = set()
         self._files: JobFiles | None = None
         self._thread: threading.Thread | None = None
@@ -119,7 +119,7 @@ class Jobs:
             raise NoSuchName(f"there is no job '{readable(id)}'")
         return found
 
-    def progress(self, id: str) -> Progress | None:
+    def progress(self, id: str) -> JobProgress | None:
         """How far a running job is."""
         return self._progress.get(id)
 

@@ -15,12 +15,12 @@ import re
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import encode, special_tokens
+from offload_decode.server.catalog import Entry
 from offload_decode.server.messages import SEPARATOR, read_messages, without_system
 from offload_decode.store.reader import KVStore
 
@@ -38,23 +38,7 @@ _BLANK = re.compile(r"\s*")
 _ENDS = re.compile(r"""\Z|\s|[<"'`)\]}]""")  # else the text goes on as another would
 
 
-class Held(Protocol):
-    """What the catalog has of a store: where it lies, and the digest of all its bytes."""
-
-    @property
-    def path(self) -> Path | None:
-        """None for what is no store."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """`KVStore.store_digest`."""
-        ...
-
-
-H = TypeVar("H", bound=Held)
 R = TypeVar("R")
-
 
 _Key = tuple[str, ...]
 """The digest of a store, and what tells models apart."""
@@ -77,8 +61,8 @@ class Matcher:
         self._lock = threading.Lock()
 
     def match(
-        self, loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], stores: Iterable[H]
-    ) -> tuple[H, list[Mapping[str, Any]]] | None:
+        self, loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], stores: Iterable[Entry]
+    ) -> tuple[Entry, list[Mapping[str, Any]]] | None:
         """The store whose text the beginning of a chat holds whole, the longest of several, and the messages
         without it: what stood around it is the question. None where there is none.
 
@@ -103,7 +87,7 @@ class Matcher:
         question = {"role": "user", "content": SEPARATOR.join(filter(None, around))}
         return store, [question, *messages[_opening(messages) :]]
 
-    def _places(self, loaded: LoadedModel, store: Held, text: str) -> Iterator[tuple[int, int]]:
+    def _places(self, loaded: LoadedModel, store: Entry, text: str) -> Iterator[tuple[int, int]]:
         """Where the text of a store lies in one, if it is there whole."""
         key = (store.digest, loaded.dtype, loaded.weights_hash, loaded.tokenizer_hash)
         if key not in self._heads:
@@ -142,7 +126,7 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
     return next((place for place, one in enumerate(messages) if one["role"] not in own), len(messages))
 
 
-def _read(store: Held, what: Callable[[KVStore], R], otherwise: R) -> R:
+def _read(store: Entry, what: Callable[[KVStore], R], otherwise: R) -> R:
     assert store.path is not None, "only stores have texts"
     try:
         return what(KVStore.open(store.path))

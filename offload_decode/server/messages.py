@@ -1,4 +1,4 @@
-"""The messages of a chat, read strictly from the objects of OpenAI's API."""
+"""The messages of a chat, from the objects of OpenAI's API, whose shape the routes have checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from offload_decode.common.files import parse
 from offload_decode.server.requests import ToolCall, WrongField
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 SEPARATOR = "\n\n"  # between consecutive messages of one role
 
 
@@ -39,15 +38,14 @@ class Message:
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages from a client, consecutive ones of a role joined; `developer` is `system`.
 
-    Raises `WrongField` for a message that cannot be read, and where there is none of the user.
+    Raises `WrongField` for a message without content, for calls that are not the assistant's, and where there
+    is no message of the user.
     """
-    if not isinstance(messages, list | tuple) or not messages:
-        raise _wrong("messages must be a list with at least one message of the user")
     each = [_read(f"messages[{number}]", message) for number, message in enumerate(messages)]
     # Some clients send an empty message in place of the answer to come.
     read = joined(one for one in each if one.text or one.calls or one.role != "assistant")
     if not any(message.role == "user" for message in read):
-        raise _wrong("there is no message of the user: add one with the role 'user'")
+        raise WrongField("there is no message of the user: add one with the role 'user'", "messages")
     return read
 
 
@@ -78,50 +76,21 @@ def answer_object(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-def _read(where: str, message: object) -> Message:
-    if not isinstance(message, Mapping):
-        raise _wrong(f"{where} is not an object with 'role' and 'content'")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(f"{where} has the role {str(role)[:40]!r}, which is none of {', '.join(ROLES)}")
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise _wrong(f"{where} has tool_calls that are no list")
-    if calls and role != "assistant":
-        raise _wrong(f"{where} has tool_calls, which only the assistant makes")
-    read = tuple(_call(where, call) for call in calls)
-    content = message.get("content")
-    text = "" if content is None and calls else _text(where, content)
-    return Message(ROLES[role], text, read, str(message.get("tool_call_id") or ""))
+def _read(where: str, message: Mapping[str, Any]) -> Message:
+    calls, content = message.get("tool_calls") or (), message.get("content")
+    if calls and message["role"] != "assistant":
+        raise WrongField(f"{where} has tool_calls, which only the assistant makes", "messages")
+    if content is None and not calls:
+        raise WrongField(f"{where} has no content: give a text, or a list of text parts", "messages")
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    role = "system" if message["role"] == "developer" else message["role"]
+    return Message(role, text, tuple(map(_call, calls)), message.get("tool_call_id") or "")
 
 
-def _text(where: str, content: object) -> str:
-    if isinstance(content, list):
-        return "".join(_part(where, part) for part in content)
-    if not isinstance(content, str):
-        raise _wrong(f"{where} has no content: give a text, or a list of text parts")
-    return content
-
-
-def _part(where: str, part: object) -> str:
-    match part:
-        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
-            return text
-        case {"type": "text" | "input_text" | "output_text"}:
-            raise _wrong(f"{where} has a text part without a text")
-    raise _wrong(f"{where} has a part that is no text, and this model reads text alone")
-
-
-def _call(where: str, call: object) -> Call:
-    match call:
-        case {"function": {"name": str(name), "arguments": str(text)}, **more}:
-            try:
-                parsed = parse(text)
-            except ValueError:
-                parsed = None
-            return Call(name, parsed if isinstance(parsed, dict) else text, str(more.get("id") or ""))
-    raise _wrong(f"{where} has a tool call that is none: it needs a function with a name and arguments")
-
-
-def _wrong(sentence: str) -> WrongField:
-    return WrongField(sentence, "messages")
+def _call(call: Mapping[str, Any]) -> Call:
+    name, text = call["function"]["name"], call["function"]["arguments"]
+    try:
+        arguments = parse(text)
+    except ValueError:
+        arguments = None
+    return Call(name, arguments if isinstance(arguments, dict) else text, call.get("id", ""))

@@ -13,9 +13,6 @@ from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.types import CitedDocument, StepStats
 
-MOST_TOP = 20
-"""Log-probabilities that are told in a token's place."""
-
 
 @dataclass(frozen=True)
 class Generation:
@@ -46,10 +43,9 @@ class Request:
     """A prompt and how it is to be answered.
 
     model: a name of the catalog. tokens: what follows the stored ones, question and earlier turns, all of
-    it. n: answers. prompt_logprobs: None, or as `top_logprobs`, for the tokens of the prompt. selector,
-    options: None for the server's own. deadline_s: seconds from submission on. cite: keep what the answer
-    attended to. raw: keep white space around an answer.
-    shown: special tokens that are part of an answer's text, as these texts.
+    it. n: answers. prompt_logprobs: None, or as `top_logprobs`, for the tokens of the prompt. deadline_s:
+    seconds from submission on. cite: keep what the answer attended to. raw: keep white space around an
+    answer. shown: special tokens that are part of an answer's text, as these texts.
     """
 
     id: str
@@ -58,8 +54,6 @@ class Request:
     generation: Generation = Generation()
     n: int = 1
     prompt_logprobs: int | None = None
-    selector: str | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
     deadline_s: float | None = None
     cite: bool = False
     raw: bool = False

@@ -11,9 +11,11 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import give_back
@@ -36,21 +38,11 @@ STEP_S = 0.25
 """Seconds by which prompts may delay the next token of the answers that are being written."""
 
 
-class Ticket:
-    """A request that was taken on."""
+class Ticket(NamedTuple):
+    """A request that was taken on. `cancel` drops it before the next step; any thread may call it."""
 
-    def __init__(self, scheduler: Scheduler, running: RunningRequest):
-        self._scheduler = scheduler
-        self._running = running
-
-    @property
-    def id(self) -> str:
-        """The request's."""
-        return self._running.request.id
-
-    def cancel(self) -> None:
-        """Drop the request before the next step. Any thread may do so."""
-        self._scheduler.cancel(self._running)
+    id: str
+    cancel: Callable[[], None]
 
 
 class Scheduler:
@@ -90,7 +82,7 @@ class Scheduler:
         except OffloadDecodeError as error:
             running.refuse(error)
             raise
-        return Ticket(self, running)
+        return Ticket(request.id, partial(self.cancel, running))
 
     def cancel(self, running: RunningRequest) -> None:
         """Drop a request before the next step, and free what it holds."""

@@ -35,7 +35,7 @@ from offload_decode.server.requests import (
     TooLarge,
     WrongField,
 )
-from offload_decode.server.sampling import check_generation, check_top
+from offload_decode.server.sampling import check_generation
 from offload_decode.server.scheduler import Scheduler, Ticket
 from offload_decode.server.tool_calls import CallFilter, choice_of
 
@@ -47,7 +47,7 @@ take hundreds of bytes of memory for each, before anybody can count the tokens.
 
 @dataclass(frozen=True)
 class AskOptions:
-    """The fields that a chat and a completion share; see `Request`."""
+    """The fields that a chat and a completion share; see `Request`. selector: None for the server's own."""
 
     id: str
     model: str
@@ -126,7 +126,6 @@ class Service:
 
     def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
         """Ask for the continuation of a text; its events go to `emit`. Raises as `chat`."""
-        check_top(asked.prompt_logprobs, "logprobs")
         with self.releases.asking(asked.model):
             target = self._target(asked)
             if isinstance(asked.prompt, str):

@@ -187,7 +187,10 @@ def choice_of(
     Raises `WrongField` for a model whose template knows no tools or writes calls in a form that is not read,
     for a choice among tools that are not there, and for schemas that no grammar follows.
     """
-    functions = [_function(tool) for tool in tools or ()]
+    given = [tool["function"] for tool in tools or ()]
+    functions = [
+        {"name": one["name"], "parameters": one.get("parameters") or {"properties": {}}} for one in given
+    ]
     names = frozenset(function["name"] for function in functions)
     if len(names) < len(functions):
         raise WrongField("two tools have the same name", "tools")
@@ -228,27 +231,18 @@ def form_of(tokenizer: Any) -> Form:
     )
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = tool.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise WrongField("each tool must have a function with a name", "tools")
-    return {"name": function["name"], "parameters": function.get("parameters") or {"properties": {}}}
-
-
 def _chosen(functions: list[dict[str, Any]], choice: str | Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """The functions one of which must be called; none where none must."""
-    if choice in (None, "none", "auto"):
+    if choice is None or choice in ("none", "auto"):
         return []
     if not functions:
         raise WrongField("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if choice == "required":
+    if isinstance(choice, str):
         return functions
-    named = choice.get("function") if isinstance(choice, Mapping) else None
-    if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
-        raise WrongField("tool_choice must be none, auto, required or a function by its name", "tool_choice")
-    found = [function for function in functions if function["name"] == named["name"]]
+    name = choice["function"]["name"]
+    found = [function for function in functions if function["name"] == name]
     if not found:
-        raise WrongField(f"tool_choice names '{named['name']}', which is none of the tools", "tool_choice")
+        raise WrongField(f"tool_choice names '{name}', which is none of the tools", "tool_choice")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,10 @@ from offload_decode.config import EngineConfig
 from offload_decode.prefill_jobs.job import Settings as PrefillSettings
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.requests import (
-    CitedDocument,
-    Delta,
-    Done,
-    Ended,
-    Event,
-    Failed,
-    Prompted,
-    Settings,
-    Usage,
-)
+from offload_decode.server.requests import AnsweredRequest, Event, Failed, Settings, Usage
 from offload_decode.server.scheduler import Ticket
 from offload_decode.server.service import Service
+from offload_decode.types import CitedDocument
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXTS = {
@@ -35,19 +26,18 @@ TEXTS = {
 
 
 @dataclass
-class AttentionDemand:
-    """What a request was told, whole."""
+class Heard(AnsweredRequest):
+    """All that a request was told, or the error it ended with."""
 
-    prompted: Prompted | None = None
-    texts: dict[int, str] = field(default_factory=dict)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    finish: dict[int, str] = field(default_factory=dict)
-    done: Done | None = None
     error: Exception | None = None
 
     @property
     def text(self) -> str:
-        return self.texts.get(0, "")
+        return self.answers[0].text if self.answers else ""
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        return {index: [one.token for one in each.tokens] for index, each in self.answers.items()}
 
     @property
     def usage(self) -> Usage:
@@ -73,22 +63,14 @@ class Listener:
     def next(self) -> Event:
         return self.events.get(timeout=60)
 
-    def all(self) -> AttentionDemand:
+    def all(self) -> Heard:
         """Waits for the end."""
-        heard = AttentionDemand()
+        heard = Heard()
         while heard.done is None and heard.error is None:
-            match self.next():
-                case Prompted() as event:
-                    heard.prompted = event
-                case Delta(index, text, tokens):
-                    heard.texts[index] = heard.texts.get(index, "") + text
-                    heard.tokens.setdefault(index, []).extend(one.token for one in tokens)
-                case Ended(index, finish):
-                    heard.finish[index] = finish
-                case Done() as event:
-                    heard.done = event
-                case Failed(error):
-                    heard.error = error
+            event = self.next()
+            heard.add(event)
+            if isinstance(event, Failed):
+                heard.error = event.error
         return heard
 
 

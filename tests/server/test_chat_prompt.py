@@ -312,26 +312,20 @@ def test_a_template_may_name_the_day():
     assert text.startswith(f"{loaded.prompt.gap[1]}Where?[assistant]<call>")
 
 
-WRONG = {
-    "no list": [None, "x", {}, []],
-    "at least": [[]],
-    "no message of the user": [[{"role": "system", "content": "x"}], [said("x")]],
-    "none of system": [[{"role": "pope", "content": "x"}], [{"content": "x"}], [{"role": 1, "content": "x"}]],
-    "is not an object": [["x"], [None]],
-    "no content": [[user(None)], [user(5)], [{"role": "user"}]],
-    "text alone": [[user([{"type": "image_url", "image_url": {"url": "x"}}])], [user(["x"])], [user([None])]],
-    "without a text": [[user([{"type": "text"}])]],
-    "surrogate": [[user("\ud800")], [user([{"type": "text", "text": "a\udfff"}])]],
-    "only the assistant": [[{**user("x"), "tool_calls": called("look")["tool_calls"]}]],
-    "needs a function": [[user("x"), {"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]}]],
-    "are no list": [[user("x"), {"role": "assistant", "tool_calls": 5}]],
-}
+WRONG = [
+    ("no message of the user", [{"role": "system", "content": "x"}]),
+    ("no message of the user", [said("")]),
+    ("no content", [user(None)]),
+    ("no content", [{"role": "user"}]),
+    ("surrogate", [user("\ud800")]),
+    ("surrogate", [user([{"type": "text", "text": "a\udfff"}])]),
+    ("only the assistant", [{**user("x"), "tool_calls": called("look")["tool_calls"]}]),
+]
 
 
-@pytest.mark.parametrize(("say", "messages"), [(k, m) for k, ms in WRONG.items() for m in ms])
+@pytest.mark.parametrize(("say", "messages"), WRONG)
 @pytest.mark.parametrize("stored", [True, False])
 def test_what_cannot_be_read_is_refused_in_a_sentence(stored, say, messages):
-    say = "at least one message" if say in ("no list", "at least") else say
     with pytest.raises(WrongField, match=say) as refused:
         chat_tokens(Fake(template=CHAT), stored, messages)
     assert refused.value.param == "messages"

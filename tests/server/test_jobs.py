@@ -233,11 +233,11 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(
 
 def test_progress_tells_the_time_that_is_left() -> None:
     follow = Speed()
-    assert follow("load", 0, 1).left_s is None
-    assert follow("prefill", 100, 1100).left_s is None
+    assert follow("load", 0, 1).seconds_left is None
+    assert follow("prefill", 100, 1100).seconds_left is None
     time.sleep(0.02)
     half = follow("prefill", 600, 1100)
-    assert half.left_s == pytest.approx(0.02, abs=0.5)
+    assert half.seconds_left == pytest.approx(0.02, abs=0.5)
     assert (half.stage, half.done, half.total) == ("prefill", 600, 1100)
 
 

@@ -173,7 +173,7 @@ def test_a_damaged_store_is_named_in_the_log(held, tmp_path, caplog):
 
 def test_messages_that_cannot_be_read_are_refused(held):
     with pytest.raises(WrongField):
-        matched(held, user(5))
+        matched(held, user(None))
 
 
 def test_a_long_message_is_matched_without_being_read_as_tokens(held, monkeypatch):

@@ -115,14 +115,14 @@ def test_the_prompts_log_probabilities_are_the_models(service, shelf):
     with torch.inference_mode():
         expected = engine.loaded.model(whole).logits[0].log_softmax(-1)
     stored = engine.prefix.length
-    scores = heard.prompted.scores
+    scores = heard.scores
     assert [one.token for one in scores] == tokens
     assert scores[0].logprob is None
     for place, one in enumerate(scores[1:], start=stored):
         best = expected[place].topk(2)
         assert one.logprob == pytest.approx(float(expected[place, one.token]), abs=1e-4)
         assert [token for token, _ in one.top] == best.indices.tolist()
-    assert heard.finish == {0: "length"}
+    assert heard.answers[0].finish == "length"
 
 
 def test_a_long_question_runs_in_parts_while_others_are_answered(serve, monkeypatch):
@@ -352,7 +352,7 @@ def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
         service.complete(asked, listener)
         return listener.all()
 
-    assert len(score("topk").prompted.scores) == 300
+    assert len(score("topk").scores) == 300
     with pytest.raises(TooLarge, match="more memory"):
         score("quoka")
 

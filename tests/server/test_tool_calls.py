@@ -114,19 +114,8 @@ def test_text_before_calls_is_shown_without_the_white_space_between():
     assert read(LLAMA, ["I look. " + tagged]) == ("I look.", [ONE])
 
 
-SCRAPS = [
-    "\n",
-    " ",
-    "{",
-    "}",
-    "fox",
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<tool",
-    "[TOO",
-]
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<tool", "[TOO"]
+SCRAPS = ["\n", " ", "{", "}", "fox", *MARKS]
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -279,17 +268,9 @@ def test_no_tools_are_no_choice():
         ("{{ tools }}" + BODY, TOOLS, "auto", "tools", "not read here"),
         ("{{ tools }}<tool_call><function=f>" + BODY, TOOLS, "auto", "tools", "not read here"),
         ("hermes", [*TOOLS, TOOLS[0]], "auto", "tools", "same name"),
-        ("hermes", [{"type": "function"}], "auto", "tools", "a name"),
-        ("hermes", TOOLS, "sometimes", "tool_choice", "required"),
         ("hermes", TOOLS, {"function": {"name": "fly"}}, "tool_choice", "'fly'"),
         ("hermes", [], "required", "tool_choice", "no tools"),
-        (
-            "hermes",
-            [{"function": {"name": "f", "parameters": {"not": {}}}}],
-            "required",
-            "tools",
-            "not",
-        ),
+        ("hermes", [{"function": {"name": "f", "parameters": {"not": {}}}}], "required", "tools", "not"),
     ],
 )
 def test_what_cannot_be_called_is_refused(template, tools, choice, param, reason):

@@ -15,7 +15,7 @@ from offload_decode.server.job_files import Upload
 from offload_decode.server.requests import Delta, Generation, NoSuchName
 from offload_decode.server.service import ChatRequest, Service
 from offload_decode.store.reader import KVStore
-from tests.server.conftest import AttentionDemand, Listener
+from tests.server.conftest import Heard, Listener
 from tests.server.test_catalog import until
 
 Serve = Callable[..., Service]
@@ -44,7 +44,7 @@ def begun(service: Service, tokens: int) -> Listener:
     return heard
 
 
-def whole(heard: AttentionDemand, tokens: int) -> bool:
+def whole(heard: Heard, tokens: int) -> bool:
     return heard.error is None and heard.usage.completion == tokens
 
 

@@ -28,6 +28,8 @@ LOG = logging.getLogger("offload_decode.server")
 MOST_ANSWERS = 16
 MOST_TOKENS = 1 << 24
 MOST_IDS = 1 << 20
+MOST_TOP = 20
+"""Log-probabilities that are told in a token's place."""
 LEAST_LOGPROB = -9999.0
 """Of a token that cannot come, as OpenAI has it: JSON knows no infinity."""
 _MOST_NAMES = 256
@@ -108,12 +110,12 @@ class AnswerBody(AskBody):
         """A stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def generation(self, settings: Settings, most: int | None, top: int | None, grammar: Any) -> Generation:
-        """With the server's own values where the request names none; `most`, `top` and `grammar` as
-        `Generation` has them.
-        """
+    def asked(
+        self, settings: Settings, id: str, most: int | None, top: int | None, grammar: Any
+    ) -> dict[str, Any]:
+        """The fields of `AskOptions`; `most`, `top` and `grammar` as `Generation` has them."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Generation(
+        generation = Generation(
             max_tokens=most,
             temperature=settings.temperature if self.temperature is None else self.temperature,
             top_p=settings.top_p if self.top_p is None else self.top_p,
@@ -126,6 +128,16 @@ class AnswerBody(AskBody):
             grammar=grammar,
             ignore_end=self.ignore_eos,
         )
+        return {
+            "id": id,
+            "model": self.model,
+            "generation": generation,
+            "n": self.answers,
+            "selector": self.selector,
+            "options": self.options,
+            "deadline_s": self.deadline,
+            "cite": self.citations,
+        }
 
     def last_fields(self, done: Sequence[Done]) -> dict[str, Any]:
         """The fields of a stream's last chunk, none where the client asked for none."""

@@ -22,6 +22,7 @@ from pydantic import Field, StringConstraints
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
+    MOST_TOP,
     AnswerBody,
     Body,
     Cost,
@@ -41,12 +42,12 @@ from offload_decode.server.http.errors import RESPONSES, known_names
 from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
 from offload_decode.server.messages import call_object
 from offload_decode.server.requests import (
-    MOST_TOP,
     AnsweredRequest,
     Delta,
     Done,
     Ended,
     Prompted,
+    Settings,
     WrongField,
 )
 from offload_decode.server.service import ChatRequest
@@ -178,7 +179,7 @@ def router() -> APIRouter:
     )
     async def chat(request: Request, body: ChatBody) -> Response:
         """Answer a conversation: whole, or as a stream of chunks."""
-        asked = chat_request(request, body)
+        asked = chat_request(service_of(request).settings, body)
         starts = [partial(service_of(request).chat, asked)]
         pieces = pieces_of(request, body.model)
         if body.stream:
@@ -191,26 +192,18 @@ def router() -> APIRouter:
     return routes
 
 
-def chat_request(request: Request, body: ChatBody) -> ChatRequest:
+def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
     """The request as the service takes it."""
-    settings = service_of(request).settings
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise WrongField("top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
     chosen = body.tool_choice
     return ChatRequest(
-        id=new_id("chatcmpl"),
-        model=body.model,
+        **body.asked(settings, new_id("chatcmpl"), most, top, _grammar(body.response_format)),
         messages=plain(body.messages),
-        generation=body.generation(settings, most, top, _grammar(body.response_format)),
         tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
         tool_choice=chosen.model_dump() if isinstance(chosen, NamedTool) else chosen,
-        n=body.answers,
-        selector=body.selector,
-        options=body.options,
-        deadline_s=body.deadline,
-        cite=body.citations,
     )
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 
 from offload_decode.server.catalog import Entry
 from offload_decode.server.http.answers import (
+    MOST_TOP,
     AnswerBody,
     Body,
     Cost,
@@ -37,7 +38,6 @@ from offload_decode.server.http.chat import Messages, plain
 from offload_decode.server.http.errors import RESPONSES, known_names
 from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
 from offload_decode.server.requests import (
-    MOST_TOP,
     AnsweredRequest,
     Delta,
     Done,
@@ -45,6 +45,7 @@ from offload_decode.server.requests import (
     NoSuchName,
     Prompted,
     Scored,
+    Settings,
     WrongField,
 )
 from offload_decode.server.service import CompletionRequest, Service
@@ -139,7 +140,7 @@ def router() -> APIRouter:
     async def complete(request: Request, body: CompletionBody) -> Response:
         """Continue texts: the whole answer, or a stream of chunks."""
         id = new_id("cmpl")
-        asked = _asked(request, body, id)
+        asked = _asked(service_of(request).settings, body, id)
         starts = [partial(service_of(request).complete, one) for one in asked]
         pieces = pieces_of(request, body.model)
         echoed = await run_sync(_echoed, request, body) if body.echo else []
@@ -189,7 +190,7 @@ def router() -> APIRouter:
     return routes
 
 
-def _asked(request: Request, body: CompletionBody, id: str) -> list[CompletionRequest]:
+def _asked(settings: Settings, body: CompletionBody, id: str) -> list[CompletionRequest]:
     if body.suffix:
         raise WrongField("suffix is not for models that only go on: leave it out", "suffix")
     if body.best_of not in (None, body.answers):
@@ -199,19 +200,11 @@ def _asked(request: Request, body: CompletionBody, id: str) -> list[CompletionRe
         raise WrongField("max_tokens: 0 needs echo: true, as there would be nothing to tell", "max_tokens")
     if len(body.prompts) > 1 and body.citations:
         raise WrongField("citations are of one prompt, and here are several", "citations")
-    generation = body.generation(service_of(request).settings, most, body.logprobs, None)
     return [
         CompletionRequest(
-            id=f"{id}-{number}",
-            model=body.model,
+            **body.asked(settings, f"{id}-{number}", most, body.logprobs, None),
             prompt=prompt,
-            generation=generation,
-            n=body.answers,
             prompt_logprobs=body.logprobs if body.echo else None,
-            selector=body.selector,
-            options=body.options,
-            deadline_s=body.deadline,
-            cite=body.citations,
         )
         for number, prompt in enumerate(body.prompts)
     ]

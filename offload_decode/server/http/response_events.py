@@ -4,29 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
-from openai.types.responses import (
-    Response,
-    ResponseCompletedEvent,
-    ResponseContentPartAddedEvent,
-    ResponseContentPartDoneEvent,
-    ResponseCreatedEvent,
-    ResponseError,
-    ResponseFailedEvent,
-    ResponseFunctionCallArgumentsDeltaEvent,
-    ResponseFunctionCallArgumentsDoneEvent,
-    ResponseFunctionToolCall,
-    ResponseIncompleteEvent,
-    ResponseInProgressEvent,
-    ResponseOutputItemAddedEvent,
-    ResponseOutputItemDoneEvent,
-    ResponseOutputMessage,
-    ResponseOutputText,
-    ResponseTextDeltaEvent,
-    ResponseTextDoneEvent,
-    ResponseUsage,
-)
+from openai.types import responses as openai
 from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel
@@ -38,7 +18,7 @@ from offload_decode.server.messages import answer_object
 from offload_decode.server.requests import Delta, Done, Ended, Event, ToolCall, Usage
 
 
-class ReplyObject(Response, Cost):
+class ReplyObject(openai.Response, Cost):
     """OpenAI's answer, with its citations and cost."""
 
 
@@ -81,8 +61,8 @@ class Reply:
     def begin(self) -> Iterator[BaseModel]:
         """The first events."""
         now = self.object.model_copy()
-        yield self._event(ResponseCreatedEvent, "created", response=now)
-        yield self._event(ResponseInProgressEvent, "in_progress", response=now)
+        yield self._event(openai.ResponseCreatedEvent, response=now)
+        yield self._event(openai.ResponseInProgressEvent, response=now)
 
     def add(self, event: Event) -> Iterator[BaseModel]:
         """The stream's events that follow from one of the service."""
@@ -104,37 +84,35 @@ class Reply:
     def failed(self, message: str) -> BaseModel:
         """The last event where the answer fails."""
         self.object.status = "failed"
-        self.object.error = ResponseError(code="server_error", message=message)
-        return self._event(ResponseFailedEvent, "failed", response=self.object)
+        self.object.error = openai.ResponseError(code="server_error", message=message)
+        return self._event(openai.ResponseFailedEvent, response=self.object)
 
     def _write(self, text: str) -> Iterator[BaseModel]:
         yield from self._begin_message()
         self._text += text
         self._all += text
-        yield self._of_message(ResponseTextDeltaEvent, "output_text.delta", delta=text, logprobs=[])
+        yield self._of_message(openai.ResponseTextDeltaEvent, delta=text, logprobs=[])
 
     def _begin_message(self) -> Iterator[BaseModel]:
         if self._message is not None:
             return
         self._message, self._text = new_id("msg"), ""
         item = self._item([], "in_progress")
-        yield self._event(
-            ResponseOutputItemAddedEvent, "output_item.added", item=item, output_index=self._index
-        )
-        yield self._of_message(ResponseContentPartAddedEvent, "content_part.added", part=_part(""))
+        yield self._event(openai.ResponseOutputItemAddedEvent, item=item, output_index=self._index)
+        yield self._of_message(openai.ResponseContentPartAddedEvent, part=_part(""))
 
     def _end_message(self) -> Iterator[BaseModel]:
         if self._message is None:
             return
         part = _part(self._text)
-        yield self._of_message(ResponseTextDoneEvent, "output_text.done", text=self._text, logprobs=[])
-        yield self._of_message(ResponseContentPartDoneEvent, "content_part.done", part=part)
+        yield self._of_message(openai.ResponseTextDoneEvent, text=self._text, logprobs=[])
+        yield self._of_message(openai.ResponseContentPartDoneEvent, part=part)
         yield self._done(self._item([part], "incomplete" if self._finish == "length" else "completed"))
         self._message = None
 
     def _call(self, call: ToolCall) -> Iterator[BaseModel]:
         self._calls.append(call)
-        item = ResponseFunctionToolCall(
+        item = openai.ResponseFunctionToolCall(
             id=new_id("fc"),
             type="function_call",
             call_id=call.id,
@@ -142,21 +120,17 @@ class Reply:
             arguments="",
             status="in_progress",
         )
-        name, index = "function_call_arguments", self._index
+        index = self._index
         place: dict[str, Any] = {"item_id": item.id, "output_index": index}
-        yield self._event(ResponseOutputItemAddedEvent, "output_item.added", item=item, output_index=index)
-        yield self._event(
-            ResponseFunctionCallArgumentsDeltaEvent, f"{name}.delta", delta=call.arguments, **place
-        )
-        yield self._event(
-            ResponseFunctionCallArgumentsDoneEvent, f"{name}.done", arguments=call.arguments, **place
-        )
+        yield self._event(openai.ResponseOutputItemAddedEvent, item=item, output_index=index)
+        yield self._event(openai.ResponseFunctionCallArgumentsDeltaEvent, delta=call.arguments, **place)
+        yield self._event(openai.ResponseFunctionCallArgumentsDoneEvent, arguments=call.arguments, **place)
         yield self._done(item.model_copy(update={"arguments": call.arguments, "status": "completed"}))
 
-    def _done(self, item: ResponseOutputMessage | ResponseFunctionToolCall) -> BaseModel:
+    def _done(self, item: openai.ResponseOutputMessage | openai.ResponseFunctionToolCall) -> BaseModel:
         index = self._index
         self.object.output.append(item)
-        return self._event(ResponseOutputItemDoneEvent, "output_item.done", item=item, output_index=index)
+        return self._event(openai.ResponseOutputItemDoneEvent, item=item, output_index=index)
 
     def _complete(self, done: Done) -> BaseModel:
         self.object.usage = _usage(done.usage)
@@ -166,36 +140,37 @@ class Reply:
         if self._finish == "length":
             self.object.status = "incomplete"
             self.object.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-            return self._event(ResponseIncompleteEvent, "incomplete", response=self.object)
+            return self._event(openai.ResponseIncompleteEvent, response=self.object)
         self.object.status = "completed"
-        return self._event(ResponseCompletedEvent, "completed", response=self.object)
+        return self._event(openai.ResponseCompletedEvent, response=self.object)
 
     @property
     def _index(self) -> int:
         """Where in the output the item stands that is being written."""
         return len(self.object.output)
 
-    def _item(self, content: list[Any], status: Any) -> ResponseOutputMessage:
-        return ResponseOutputMessage(
+    def _item(self, content: list[Any], status: Any) -> openai.ResponseOutputMessage:
+        return openai.ResponseOutputMessage(
             id=self._message or "", type="message", role="assistant", content=content, status=status
         )
 
-    def _event(self, kind: Callable[..., BaseModel], name: str, **fields: Any) -> BaseModel:
-        """The next event, under the next number."""
+    def _event(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
+        """The next event, under the next number; a kind has one `type`."""
         self._number += 1
-        return kind(type=f"response.{name}", sequence_number=self._number - 1, **fields)
+        (name,) = get_args(kind.model_fields["type"].annotation)
+        return kind(type=name, sequence_number=self._number - 1, **fields)
 
-    def _of_message(self, kind: Callable[..., BaseModel], name: str, **fields: Any) -> BaseModel:
+    def _of_message(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
         place = {"item_id": self._message, "output_index": self._index, "content_index": 0}
-        return self._event(kind, name, **fields, **place)
+        return self._event(kind, **fields, **place)
 
 
-def _part(text: str) -> ResponseOutputText:
-    return ResponseOutputText(type="output_text", text=text, annotations=[])
+def _part(text: str) -> openai.ResponseOutputText:
+    return openai.ResponseOutputText(type="output_text", text=text, annotations=[])
 
 
-def _usage(own: Usage) -> ResponseUsage:
-    return ResponseUsage(
+def _usage(own: Usage) -> openai.ResponseUsage:
+    return openai.ResponseUsage(
         input_tokens=own.prompt,
         input_tokens_details=InputTokensDetails(cached_tokens=own.cached, cache_write_tokens=0),
         output_tokens=own.completion,

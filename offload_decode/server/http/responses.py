@@ -148,7 +148,7 @@ def router() -> APIRouter:
                 f"here are {len(messages):,}",
                 "input",
             )
-        asked = chat_request(request, _chat_body(body, messages))
+        asked = chat_request(service_of(request).settings, _chat_body(body, messages))
         reply = Reply(_echoed(body), body.citations)
 
         def keep() -> None:

@@ -25,7 +25,7 @@ from offload_decode.server.catalog import Entry
 from offload_decode.server.http.answers import Body, Name, Option, Short, service_of
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
 from offload_decode.server.job_files import Job, Upload
-from offload_decode.server.jobs import MOST_DOCUMENTS
+from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
 from offload_decode.server.requests import NoSuchName, TooLarge, WrongField
 from offload_decode.server.service import Service
 from offload_decode.store.reader import KVStore
@@ -68,15 +68,6 @@ class NewStore(Texts):
 
 
 Sent = TypeVar("Sent", bound=Texts)
-
-
-class JobProgress(BaseModel):
-    """`done` of `total` in a stage: tokens of `prefill`, heads of `index`; `seconds_left` of this stage."""
-
-    stage: str
-    done: int
-    total: int
-    seconds_left: float | None
 
 
 class JobError(BaseModel):
@@ -320,9 +311,7 @@ def _fields(entry: Entry) -> dict[str, Any]:
 
 
 def _job(service: Service, job: Job) -> JobAnswer:
-    progress = error = None
-    if now := service.jobs.progress(job.id):
-        progress = JobProgress(stage=now.stage, done=now.done, total=now.total, seconds_left=now.left_s)
+    error = None
     if job.error is not None:
         error = JobError(message=without_paths(job.error, known_names(service)))
     return JobAnswer(
@@ -334,7 +323,7 @@ def _job(service: Service, job: Job) -> JobAnswer:
         created_at=int(job.created),
         started_at=None if job.started is None else int(job.started),
         finished_at=None if job.ended is None else int(job.ended),
-        progress=progress,
+        progress=service.jobs.progress(job.id),
         result=job.result,
         error=error,
     )

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import anyio
 from anyio.to_thread import run_sync
@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from offload_decode.server.http.errors import refused
 from offload_decode.server.requests import Done, Emit, Event, Failed, TimedOut
+from offload_decode.server.scheduler import Ticket
 
 MOST_UNREAD = 1 << 14
 """Events that wait for a client, before it is dropped: it reads more slowly than the model writes."""
@@ -30,12 +31,6 @@ fail with a status of its own, before the stream begins.
 """
 DONE = format_sse_event(data_str="[DONE]")
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-class Ticket(Protocol):
-    """A request that was accepted."""
-
-    def cancel(self) -> None: ...
 
 
 Start = Callable[[Emit], Ticket]
