@@ -38,12 +38,11 @@ if TYPE_CHECKING:
     from offload_decode.collections.journal import Entry
     from offload_decode.config import EngineConfig
     from offload_decode.engine.engine import Engine
-    from offload_decode.prefill_jobs.on_ray.asking import Given
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
     from offload_decode.store.format import Manifest
     from offload_decode.types import Answer, CitedDocument, StepStats
 
-    DocumentAnswers = Iterator[tuple[Entry, Answer | Given | OffloadDecodeError, str]]
+    DocumentAnswers = Iterator[tuple[Entry, Answer | OffloadDecodeError, str]]
 
 
 @with_groups
