@@ -106,7 +106,8 @@ class Tail(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of memory held beyond the store, so far."""
-        return sum(part.nbytes for part in (*self._clusters.values(), *self._derived.values()))
+        derived = sum(part.nbytes for part in self._derived.values())
+        return derived + sum(own.nbytes for own in self._clusters.values())
 
     @property
     @abstractmethod

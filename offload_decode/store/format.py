@@ -32,8 +32,6 @@ def check(name: str, value: Any, wanted: Any) -> None:
     whole numbers; a tuple of texts; a dict of fields, just these; a list of what each entry is and a range of
     lengths; `str`, `bool`, None; `float`, 0 or more; `dict`, of JSON values.
     """
-    told = {str: f"a text of at most {TEXT:,} letters", bool: "true or false", None: "null"}
-    told |= {float: "a number of 0 or more", dict: f"an object, nested at most {_DEPTH} deep"}
     if isinstance(wanted, range):
         fits = type(value) is int and value in wanted  # True is an int to isinstance
         what = f"a whole number from {wanted[0]:,} to {wanted[-1]:,}"
@@ -45,12 +43,16 @@ def check(name: str, value: Any, wanted: Any) -> None:
         fits = isinstance(value, list) and len(value) in wanted[1]
         what = f"a list of {wanted[1][0]:,} to {wanted[1][-1]:,} entries"
     elif wanted is float:
-        fits, what = type(value) in (int, float) and 0 <= value < float("inf"), told[float]
+        fits = type(value) in (int, float) and 0 <= value < float("inf")
+        what = "a number of 0 or more"
     elif wanted is dict:
-        fits, what = isinstance(value, dict) and _is_shallow(value, _DEPTH), told[dict]
+        fits = isinstance(value, dict) and _is_shallow(value, _DEPTH)
+        what = f"an object, nested at most {_DEPTH} deep"
+    elif wanted is str:
+        fits, what = isinstance(value, str) and len(value) <= TEXT, f"a text of at most {TEXT:,} letters"
     else:
-        fits, what = value is None if wanted is None else type(value) is wanted, told[wanted]
-        fits = fits and (wanted is not str or len(value) <= TEXT)
+        fits = value is None if wanted is None else type(value) is bool
+        what = "null" if wanted is None else "true or false"
     if not fits:
         raise ValueError(f"{name} is not {what}")
     if isinstance(wanted, dict):
@@ -121,7 +123,7 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
             raise ValueError(f"a state of {name} has more than {_MOST_NUMBERS:,} numbers")
     if len({own.name for own in states}) != len(states):
         raise ValueError(f"the states of {name} have one name twice")
-    return LayerShape(**{**data, "kind": LayerKind(kind), "states": states})
+    return LayerShape(**{**data, "kind": LayerKind(data["kind"]), "states": states})
 
 
 def _of_version_2(data: dict[str, Any], kinds: list[Any]) -> dict[str, Any]:

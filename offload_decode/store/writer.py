@@ -23,6 +23,7 @@ from offload_decode.store import layout
 from offload_decode.store.files import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.growth import Growth
+from offload_decode.store.layer_states import StateLog, WindowLog
 from offload_decode.store.layout import SEAM, array_name, row_norms
 from offload_decode.store.pages import fold_pages, rounded_outward
 from offload_decode.store.resuming import Begun, begin
@@ -297,7 +298,8 @@ class KVStoreWriter:
                 seam_errors=self._encoder.at_seam,
             ).save(self._partial)
             self.done = tokens
-            for log in (*self._windows.values(), *self._states.values()):
+            logs: list[WindowLog | StateLog] = [*self._windows.values(), *self._states.values()]
+            for log in logs:
                 log.trim()
 
     def publish(self, progress: Report | None = None) -> None:
@@ -349,7 +351,8 @@ class KVStoreWriter:
 
     def _sync(self) -> None:
         """Flush what is committed next to the disk."""
-        changed = (*self._streams.values(), *self._windows.values(), *self._states.values())
+        changed: list[RowStream | WindowLog | StateLog] = [*self._streams.values()]
+        changed += [*self._windows.values(), *self._states.values()]
         files.sync_files(set[Path]().union(*(each.take_written() for each in changed)))
         files.sync_folders([self._partial / WINDOWS])
 
