@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
@@ -202,14 +201,6 @@ class Catalog:
         """Stop watching."""
         self._stop.set()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _watch(self) -> None:
         """Refresh when something came into one of the folders or went, and every `POLL_S`, until `close`."""

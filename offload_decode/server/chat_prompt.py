@@ -105,9 +105,7 @@ def completion_tokens(loaded: LoadedModel, stored: bool, prompt: str | Sequence[
     if not isinstance(prompt, str):
         vocabulary = range(loaded.model.get_input_embeddings().num_embeddings)
         if not all(type(token) is int and token in vocabulary for token in prompt):
-            raise WrongField(
-                f"the ids of tokens must be whole numbers from 0 to {len(vocabulary) - 1}", "prompt"
-            )
+            raise WrongField(f"ids of tokens are whole numbers from 0 to {len(vocabulary) - 1}", "prompt")
         tokens = list(prompt)
     elif stored:
         tokens = _encoded(loaded, True, [Piece(prompt)], "prompt")
@@ -214,11 +212,8 @@ def _behind(prompt: Prompt, template: Template, turns: list[Message], known: Kno
     head = template.rendered([asked]).split(_CORPUS)[0] + _CORPUS
     first, *parts = _templated(template, [asked, *turns[1:]], known, None)
     if not isinstance(first, Piece) or not first.text.startswith(head):
-        raise WrongField(
-            "the chat template of this model puts something before the corpus when tools are called, and "
-            "nothing can stand before what is stored: ask without tools",
-            "messages",
-        )
+        message = "this model's chat template puts tools before the stored corpus: ask without tools"
+        raise WrongField(message, "messages")
     return [Piece(prompt.gap[1] + first.text.removeprefix(head).removeprefix(prompt.join.gap)), *parts]
 
 
@@ -303,11 +298,8 @@ class Template:
             )
         except (TemplateRefuses, ModelError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise WrongField(
-                f"the chat template of this model does not take these messages ({reason}): "
-                "let questions and answers alternate, or leave out what it does not know",
-                "messages",
-            ) from error
+            message = f"this model's chat template does not take these messages ({reason})"
+            raise WrongField(f"{message}: let questions and answers alternate", "messages") from error
 
     def pieces(self, rendered: str) -> list[Piece]:
         """The pieces of a rendered text, or of a part of it; a special token that no piece holds whole is

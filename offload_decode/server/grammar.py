@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.models.loading import LoadedModel
+from offload_decode.server.prefix_cache import RecentlyUsed
 from offload_decode.server.requests import WrongField
 
 if TYPE_CHECKING:
@@ -99,26 +99,20 @@ class _Grammars:
             self._tokenizer = LLTokenizer(_within(tokenizer), eos_token=self.end)
         except (AttributeError, ValueError) as error:
             raise WrongField("grammars cannot be followed with this model's tokenizer") from error
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled: RecentlyUsed[str, LLMatcher] = RecentlyUsed(_KEPT)
 
     def compiled(self, grammar: Mapping[str, Any]) -> LLMatcher:
         """It must not be advanced, only copied."""
         written = _written(grammar)
-        with self._lock:
-            if written in self._compiled:
-                self._compiled.move_to_end(written)
-                return self._compiled[written]
+        if (known := self._compiled.find(written)) is not None:
+            return known
         matcher = _deep(lambda: self._compile(written))
         trial = matcher.deep_copy()
         if not trial.is_error():
             trial.compute_bitmask()  # some lead nowhere
         if trial.is_error():
             raise WrongField(_sentence(trial.get_error()))
-        with self._lock:
-            self._compiled[written] = matcher
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+        self._compiled.keep(written, matcher)
         return matcher
 
     def _compile(self, written: str) -> LLMatcher:

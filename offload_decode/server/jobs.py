@@ -131,11 +131,8 @@ class Jobs:
         """
         folder = self._folder()
         if not NAME.fullmatch(name):
-            raise WrongField(
-                "a store's name is of letters, digits, '.', '-' and '_', begins with a letter or a digit, "
-                "and has at most 100 of them",
-                "name",
-            )
+            rule = "1 to 100 letters, digits, '.', '-' and '_', the first a letter or a digit"
+            raise WrongField(f"a store's name has {rule}", "name")
         of = self._model_of(model)
         how = {"dtype": of.dtype, "weights": of.weights} | how
         path = folder / (name.removesuffix(SUFFIX) + SUFFIX)
@@ -237,9 +234,7 @@ class Jobs:
     def _folder(self) -> Path:
         self._may_write()
         if not self._catalog.folders:
-            raise ConfigError(
-                "this server has no folder to put stores in: start it with a folder among STORES"
-            )
+            raise ConfigError("there is no folder to put stores in: start the server with one among STORES")
         return self._catalog.folders[0]
 
     def _model_of(self, model: str | None) -> Entry:
@@ -287,9 +282,7 @@ class Jobs:
                 self.cancel(job.id)
         taken = {entry.name for entry in self._catalog.entries()}
         if work.name in taken or Path(work.path).exists():
-            raise StoreExists(
-                f"'{work.name}' exists already: choose another name, append to it or delete it first"
-            )
+            raise StoreExists(f"'{work.name}' exists already: choose another name, append or delete it first")
 
     def _forget_old(self, files: JobFiles) -> None:
         over = sorted((job for job in self._jobs.values() if job.over), key=lambda job: job.created)
@@ -411,9 +404,7 @@ def _check(work: Work, documents: Sequence[Upload]) -> None:
     names = [document.name for document in documents]
     for name in names:
         if not name.strip() or len(name) > MOST_LETTERS or not name.isprintable():
-            raise WrongField(
-                f"a document's name has 1 to {MOST_LETTERS} letters, all of them printable", "documents"
-            )
+            raise WrongField(f"a document's name has 1 to {MOST_LETTERS} printable letters", "documents")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise WrongField(f"two documents are called '{twice}': give each a name of its own", "documents")

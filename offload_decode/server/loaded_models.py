@@ -244,12 +244,7 @@ class LoadedModels:
         return loaded
 
     def _opened(
-        self,
-        entry: Entry,
-        path: Path,
-        loaded: LoadedModel,
-        selector: str,
-        options: Mapping[str, object],
+        self, entry: Entry, path: Path, loaded: LoadedModel, selector: str, options: Mapping[str, object]
     ) -> Engine:
         """The store at its end, as a selector sees it; those of one store share its rows and indexes."""
         settings = self.settings

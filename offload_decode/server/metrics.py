@@ -12,15 +12,17 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from offload_decode.server.requests import Busy, Delta, Done, Ended, Event, Failed, Prompted, Usage
 from offload_decode.types import StepStats
@@ -272,15 +274,14 @@ class Watch:
             self._line["tokens_per_s"] = round((self._tokens - 1) / max(now - self._first, 1e-9), 1)
 
 
-class _Read:
-    """A gauge that is asked for its value."""
+@dataclass(frozen=True)
+class _Read(Collector):
+    """A gauge that is asked for its value, and not before anybody looks: it has no `describe`."""
 
-    def __init__(self, name: str, about: str, value: Callable[[], Values], label: str):
-        self.name, self.about, self.value, self.label = name, about, value, label
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        """So that registering does not read it."""
-        return [GaugeMetricFamily(self.name, self.about)]
+    name: str
+    about: str
+    value: Callable[[], Values]
+    label: str
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Its samples now."""

@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, cast
 from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -75,9 +76,7 @@ def plan_for(
     places = tuple(Path(os.path.abspath(store)) for store in stores if not is_url(store))
     far = {url: _far(url, cache) for url in stores if is_url(url)}
     if len({entry.name for entry in far.values()}) < len(far):
-        raise ConfigError(
-            "two stores in buckets have one name: serve one of them, or copy it to another name"
-        )
+        raise ConfigError("two stores in buckets have one name: serve one, or copy it to another name")
     return Plan(places, far, settings, log_format)
 
 
@@ -232,17 +231,7 @@ def merged(texts: list[bytes]) -> bytes:
             for sample in family.samples:
                 labels = {**sample.labels, "replica": str(number)}
                 whole.samples.append(sample._replace(labels=labels))
-    registry = CollectorRegistry()
-    registry.register(_Collected(list(families.values())))
-    return generate_latest(registry)
-
-
-class _Collected:
-    def __init__(self, families: list[Metric]):
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=families.values)))
 
 
 @contextmanager
@@ -253,10 +242,7 @@ def on_ray(plan: Plan, replicas: int | None = None) -> Iterator[RayReplicas]:
     """
     ray = installed("--on ray")
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
-        raise ConfigError(
-            "answers cannot be streamed through a Ray client: run this on a machine of the cluster, with "
-            "RAY_ADDRESS=auto"
-        )
+        raise ConfigError("a Ray client streams no answers: run this in the cluster, with RAY_ADDRESS=auto")
     settings = plan.settings
     with connected(ray, "ray"):
         count, share = shares(ray, replicas, settings.config.device)

@@ -9,9 +9,9 @@ import itertools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from offload_decode.server.messages import Message, without_system
 
 if TYPE_CHECKING:
     from offload_decode.engine.conversation import Conversation
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MOST_CONVERSATIONS = 1024
 """Each is compared with a new prompt, in microseconds, while answers wait."""
@@ -161,37 +164,55 @@ def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     return int(differ.argmax()) if differ.any() else shortest
 
 
+class RecentlyUsed(Generic[K, V]):
+    """Values by their keys, of at most `most` in all, as `size` counts each; the least recently used are
+    forgotten first, and one that is larger by itself is not kept. Thread-safe.
+    """
+
+    def __init__(self, most: int, size: Callable[[V], int] = lambda value: 1):
+        self._most, self._size_of, self._size = most, size, 0
+        self._held: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, key: K, value: V) -> None:
+        """Remember a value, in place of an earlier one of its key."""
+        if self._size_of(value) > self._most:
+            return
+        with self._lock:
+            self._size += self._size_of(value)
+            if key in self._held:
+                self._size -= self._size_of(self._held.pop(key))
+            self._held[key] = value
+            while self._size > self._most:
+                self._size -= self._size_of(self._held.popitem(last=False)[1])
+
+    def find(self, key: K) -> V | None:
+        """The value; None where it is not there any more."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+            return self._held.get(key)
+
+
 class AnswerTokens:
-    """The tokens that answers were generated as, by all messages up to them; the least recently used are
-    forgotten first. Thread-safe.
+    """The tokens that answers were generated as, by all messages up to them. Thread-safe.
 
     `scope` is the model: token ids mean something to one tokenizer alone.
     """
 
     def __init__(self, most_tokens: int = MOST_ANSWER_TOKENS):
-        self._most = most_tokens
-        self._size = 0
-        self._known: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known = RecentlyUsed[bytes, tuple[int, ...]](most_tokens, len)
 
     def keep(self, scope: str, messages: Sequence[Message], tokens: Sequence[int]) -> None:
         """The last of `messages`, the assistant's, was generated as `tokens`."""
         *_, (message, key) = _digests(scope, messages)
         assert message.role == "assistant", "only answers are generated"
-        with self._lock:
-            self._size += len(tokens) - len(self._known.pop(key, ()))
-            self._known[key] = tuple(tokens)
-            while self._size > self._most:
-                self._size -= len(self._known.popitem(last=False)[1])
+        self._known.keep(key, tuple(tokens))
 
     def of(self, scope: str, messages: Sequence[Message]) -> list[tuple[int, ...] | None]:
         """The tokens of each of the assistant's messages in turn; None where they are not known."""
-        keys = [key for message, key in _digests(scope, messages) if message.role == "assistant"]
-        with self._lock:
-            for key in keys:
-                if key in self._known:
-                    self._known.move_to_end(key)
-            return [self._known.get(key) for key in keys]
+        each = _digests(scope, messages)
+        return [self._known.find(key) for message, key in each if message.role == "assistant"]
 
 
 def _digests(scope: str, messages: Sequence[Message]) -> Iterator[tuple[Message, bytes]]:

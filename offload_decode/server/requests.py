@@ -39,23 +39,34 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt and how it is to be answered.
+class AskOptions:
+    """Who is asked, and how, whatever the prompt is.
 
-    model: a name of the catalog. tokens: what follows the stored ones, question and earlier turns, all of
-    it. n: answers. prompt_logprobs: None, or as `top_logprobs`, for the tokens of the prompt. deadline_s:
-    seconds from submission on. cite: keep what the answer attended to. raw: keep white space around an
-    answer. shown: special tokens that are part of an answer's text, as these texts.
+    model: a name of the catalog. n: answers. selector: None for the server's own. deadline_s: seconds from
+    submission on. cite: keep what the answer attended to.
     """
 
     id: str
     model: str
-    tokens: tuple[int, ...]
     generation: Generation = Generation()
     n: int = 1
-    prompt_logprobs: int | None = None
+    selector: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
     deadline_s: float | None = None
     cite: bool = False
+
+
+@dataclass(frozen=True)
+class Request(AskOptions):
+    """A prompt and how it is to be answered.
+
+    tokens: what follows the stored ones, question and earlier turns, all of it. prompt_logprobs: None, or as
+    `top_logprobs`, for the tokens of the prompt. raw: keep white space around an answer. shown: special
+    tokens that are part of an answer's text, as these texts.
+    """
+
+    tokens: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
     raw: bool = False
     shown: Mapping[int, str] = field(default_factory=dict)
 

@@ -70,13 +70,10 @@ class Scheduler:
         try:
             self._check(running)
             with self._changed:
-                full = len(self._waiting) >= max(self.settings.max_waiting, 1)
-                if full or self._closing:
-                    raise Busy(
-                        "the server is being stopped"
-                        if self._closing
-                        else f"{len(self._waiting)} requests are waiting already: try again in a moment"
-                    )
+                if self._closing:
+                    raise Busy("the server is being stopped")
+                if (waiting := len(self._waiting)) >= max(self.settings.max_waiting, 1):
+                    raise Busy(f"{waiting} requests are waiting already: try again in a moment")
                 self._waiting.append(running)
                 self._changed.notify()
         except OffloadDecodeError as error:
@@ -117,18 +114,12 @@ class Scheduler:
 
     def _check(self, running: RunningRequest) -> None:
         request, settings = running.request, self.settings
-        if len(request.tokens) > settings.max_prompt:
-            raise TooLarge(
-                f"the prompt has {len(request.tokens):,} tokens, and this server takes "
-                f"{settings.max_prompt:,}"
-            )
+        if (tokens := len(request.tokens)) > settings.max_prompt:
+            raise TooLarge(f"the prompt has {tokens:,} tokens, and this server takes {settings.max_prompt:,}")
         if request.n > settings.max_running:
             raise TooLarge(f"this server writes at most {settings.max_running} answers at a time")
         if running.bytes > settings.running_bytes:
-            raise TooLarge(
-                "the prompt and its answers need more memory than this server has for them: ask for fewer "
-                "tokens, or fewer answers"
-            )
+            raise TooLarge("this needs more memory than there is: ask for fewer tokens, or fewer answers")
 
     def _work(self) -> None:
         patience: float | None = None

@@ -7,17 +7,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.chat_prompt import (
-    chat_tokens,
-    completion_tokens,
-    keep_answer,
-    text_tokens,
-)
+from offload_decode.server.chat_prompt import chat_tokens, completion_tokens, keep_answer, text_tokens
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.loaded_models import LoadedModels, Releases, Target
 from offload_decode.server.matching import Matcher
@@ -26,10 +21,10 @@ from offload_decode.server.metrics import Metrics
 from offload_decode.server.prefix_cache import AnswerTokens, PrefixCache
 from offload_decode.server.requests import (
     AnsweredRequest,
+    AskOptions,
     Done,
     Emit,
     Event,
-    Generation,
     Request,
     Settings,
     TooLarge,
@@ -43,20 +38,6 @@ LETTERS = 16
 """Characters of a prompt for each of the tokens that it may have, which are 4 or so as a rule: tokenizers
 take hundreds of bytes of memory for each, before anybody can count the tokens.
 """
-
-
-@dataclass(frozen=True)
-class AskOptions:
-    """The fields that a chat and a completion share; see `Request`. selector: None for the server's own."""
-
-    id: str
-    model: str
-    generation: Generation = field(default_factory=Generation)
-    n: int = 1
-    selector: str | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
-    deadline_s: float | None = None
-    cite: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,11 +178,8 @@ class Service:
     def _target(self, asked: AskOptions) -> Target:
         entry = self.catalog.entry(asked.model)
         if entry.path is None and (asked.selector or asked.options):
-            raise WrongField(
-                f"'{entry.name}' has no corpus of which tokens could be chosen: leave selector and options "
-                "out",
-                "selector",
-            )
+            message = f"'{entry.name}' has no corpus to select from: leave selector and options out"
+            raise WrongField(message, "selector")
         return self.loaded_models.get(entry, asked.selector, asked.options)
 
     def _matched(self, asked: ChatRequest) -> ChatRequest:
@@ -216,25 +194,18 @@ class Service:
     def _check_letters(self, letters: int) -> None:
         most = LETTERS * self.settings.max_prompt
         if letters > most:
-            raise TooLarge(
-                f"the prompt has {letters:,} characters, and this server takes {self.settings.max_prompt:,} "
-                f"tokens, of at most {most:,} characters"
-            )
+            limits = f"{self.settings.max_prompt:,} tokens, of at most {most:,} characters"
+            raise TooLarge(f"the prompt has {letters:,} characters, and this server takes {limits}")
 
     def _request(self, asked: AskOptions, target: Target, tokens: Sequence[int]) -> Request:
         wanted = asked.generation
         if wanted.max_tokens is None:
             wanted = replace(wanted, max_tokens=self.settings.max_tokens)
         check_generation(target.loaded, wanted)
-        return Request(
-            id=asked.id,
-            model=asked.model,
-            tokens=tuple(tokens),
-            generation=wanted,
-            n=asked.n,
-            deadline_s=min(asked.deadline_s or self.settings.deadline_s, self.settings.deadline_s),
-            cite=asked.cite,
-        )
+        shared = {field.name: getattr(asked, field.name) for field in fields(AskOptions)}
+        deadline_s = min(asked.deadline_s or self.settings.deadline_s, self.settings.deadline_s)
+        changed = {"generation": wanted, "deadline_s": deadline_s}
+        return Request(**{**shared, **changed}, tokens=tuple(tokens))
 
     def _replaced(self, names: set[str]) -> None:
         for name in names:

@@ -225,10 +225,7 @@ def form_of(tokenizer: Any) -> Form:
         return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
     if LLAMA.begin in template or ('"name"' in template and '"parameters"' in template):
         return LLAMA
-    raise WrongField(
-        "this model's chat template writes tool calls in a form that is not read here: ask without tools",
-        "tools",
-    )
+    raise WrongField("this model's form of tool calls is not read here: ask without tools", "tools")
 
 
 def _chosen(functions: list[dict[str, Any]], choice: str | Mapping[str, Any] | None) -> list[dict[str, Any]]:

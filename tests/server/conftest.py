@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +62,10 @@ class Listener:
     def next(self) -> Event:
         return self.events.get(timeout=60)
 
+    def until(self, kind: type) -> None:
+        while not isinstance(self.next(), kind):
+            pass
+
     def all(self) -> Heard:
         """Waits for the end."""
         heard = Heard()
@@ -75,7 +78,7 @@ class Listener:
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shelf(tmp_path_factory):
     """A folder with `model/`, and `stores/` that it prefilled: for reading only."""
     folder = tmp_path_factory.mktemp("shelf")
     text_model().save_pretrained(folder / "model")
@@ -92,7 +95,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def serve(shelf: Path) -> Iterator[Callable[..., Service]]:
+def serve(shelf):
     """Makes services over the stores, or over `places`, which are closed in the end."""
     opened: list[Service] = []
 
@@ -111,5 +114,5 @@ def serve(shelf: Path) -> Iterator[Callable[..., Service]]:
 
 
 @pytest.fixture
-def service(serve: Callable[..., Service]) -> Service:
+def service(serve):
     return serve()

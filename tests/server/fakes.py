@@ -175,7 +175,7 @@ class FakeService:
         finally:
             ticket.over.set()
 
-    def _events(self, asked: Asked, text: str, whole: int, prompt: str):  # type: ignore[no-untyped-def]
+    def _events(self, asked: Asked, text: str, whole: int, prompt: str):
         time.sleep(self.wait_s)
         if self.early is not None:
             yield Failed(self.early)

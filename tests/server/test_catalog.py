@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,14 +27,14 @@ def make_store(path: Path, seed: int = 0, model: str = "test/model") -> Path:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def shelf(tmp_path):
     folder = tmp_path / "shelf"
     folder.mkdir()
     return folder
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., Catalog]]:
+def opened():
     catalogs: list[Catalog] = []
 
     def open_catalog(*places: Path, model: str | None = None) -> Catalog:
@@ -44,9 +44,6 @@ def opened() -> Iterator[Callable[..., Catalog]]:
     yield open_catalog
     for catalog in catalogs:
         catalog.close()
-
-
-Opened = Callable[..., Catalog]
 
 
 def names(catalog: Catalog) -> list[str]:
@@ -61,7 +58,7 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_stores_and_their_models_have_names(opened: Opened, shelf: Path) -> None:
+def test_stores_and_their_models_have_names(opened, shelf):
     make_store(shelf / "book.kv")
     make_store(shelf / "paper", model=str(shelf / "models" / "tiny"))
     alone = make_store(shelf.parent / "alone.kv")
@@ -78,22 +75,17 @@ def test_stores_and_their_models_have_names(opened: Opened, shelf: Path) -> None
     assert catalog.folders == (shelf,)
 
 
-def test_a_model_is_shown_by_its_id_and_never_by_a_path(opened: Opened, shelf: Path) -> None:
+def test_a_model_is_shown_by_its_id_and_never_by_a_path(opened, shelf):
     (shelf / "models").mkdir()
     make_store(shelf / "book.kv", model=str(shelf / "models"))
     catalog = opened(shelf, model="org/name")
     assert [entry.base for entry in catalog.entries()] == ["models", "org/name", "models"]
     bare = catalog.entry("models")
-    assert (bare.path, bare.tokens, bare.model_id, bare.dtype) == (
-        None,
-        0,
-        str(shelf / "models"),
-        "float32",
-    )
+    assert (bare.path, bare.tokens, bare.model_id, bare.dtype) == (None, 0, str(shelf / "models"), "float32")
     assert catalog.entry("org/name") == catalog.entry("name")
 
 
-def test_the_model_that_is_given_and_that_of_a_store_are_one(opened: Opened, shelf: Path) -> None:
+def test_the_model_that_is_given_and_that_of_a_store_are_one(opened, shelf):
     (shelf / "tiny").mkdir()
     make_store(shelf / "book.kv", model=str(shelf / "tiny"))
     catalog = opened(shelf, model=os.path.relpath(shelf / "tiny"))
@@ -101,9 +93,7 @@ def test_the_model_that_is_given_and_that_of_a_store_are_one(opened: Opened, she
 
 
 @pytest.mark.parametrize("name", demo_models.NAMES)
-def test_a_shipped_model_is_no_folder_of_its_name(
-    opened: Opened, shelf: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_model_is_no_folder_of_its_name(opened, shelf, name, monkeypatch):
     make_store(shelf / "book.kv", model=name)
     (shelf.parent / name).mkdir()
     monkeypatch.chdir(shelf.parent)
@@ -112,7 +102,7 @@ def test_a_shipped_model_is_no_folder_of_its_name(
     assert catalog.entry(name).model_id == name
 
 
-def test_what_is_no_store_has_no_name(opened: Opened, shelf: Path) -> None:
+def test_what_is_no_store_has_no_name(opened, shelf):
     (shelf / "notes").mkdir()
     (shelf / "text.kv").write_text("no store")
     (shelf / "empty.kv").mkdir()
@@ -125,7 +115,7 @@ def test_what_is_no_store_has_no_name(opened: Opened, shelf: Path) -> None:
     assert names(opened(shelf)) == []
 
 
-def test_names_that_are_not_there(opened: Opened, shelf: Path) -> None:
+def test_names_that_are_not_there(opened, shelf):
     catalog = opened(shelf)
     with pytest.raises(NoSuchName, match="nothing to ask"):
         catalog.entry("book")
@@ -141,12 +131,12 @@ def test_names_that_are_not_there(opened: Opened, shelf: Path) -> None:
         assert str(raised.value).isprintable()
 
 
-def test_a_place_that_is_not_there_is_refused(shelf: Path) -> None:
+def test_a_place_that_is_not_there_is_refused(shelf):
     with pytest.raises(ConfigError, match="there is no store"):
         Catalog([shelf / "absent"])
 
 
-def test_stores_that_are_published_and_removed_are_noticed(opened: Opened, shelf: Path) -> None:
+def test_stores_that_are_published_and_removed_are_noticed(opened, shelf):
     alone = make_store(shelf.parent / "alone.kv")
     catalog = opened(shelf, alone)
     gone: set[str] = set()
@@ -160,9 +150,7 @@ def test_stores_that_are_published_and_removed_are_noticed(opened: Opened, shelf
     until(lambda: gone == {"book", "alone", "model"})
 
 
-def test_without_notices_folders_are_polled(
-    opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_notices_folders_are_polled(opened, shelf, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "watchfiles", None)
     monkeypatch.setattr(module, "POLL_S", 0.01)
     catalog = opened(shelf)
@@ -170,9 +158,7 @@ def test_without_notices_folders_are_polled(
     until(lambda: "book" in names(catalog))
 
 
-def test_a_name_that_is_no_text_does_not_end_the_watch(
-    opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_is_no_text_does_not_end_the_watch(opened, shelf, monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.05)
     catalog = opened(shelf)
     time.sleep(0.3)  # until the folder is watched
@@ -182,9 +168,7 @@ def test_a_name_that_is_no_text_does_not_end_the_watch(
     until(lambda: "book" in names(catalog))
 
 
-def test_a_look_that_fails_is_not_the_last(
-    opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_that_fails_is_not_the_last(opened, shelf, monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.01)
     looked: list[int] = []
 
@@ -197,7 +181,7 @@ def test_a_look_that_fails_is_not_the_last(
     until(lambda: len(looked) > 2)
 
 
-def test_a_store_that_is_replaced_is_another(opened: Opened, shelf: Path) -> None:
+def test_a_store_that_is_replaced_is_another(opened, shelf):
     make_store(shelf / "book.kv")
     make_store(shelf / "paper.kv")
     catalog = opened(shelf)
@@ -214,7 +198,7 @@ def test_a_store_that_is_replaced_is_another(opened: Opened, shelf: Path) -> Non
     assert gone == [{"book"}]
 
 
-def test_indexes_that_are_built_make_another_entry(opened: Opened, shelf: Path) -> None:
+def test_indexes_that_are_built_make_another_entry(opened, shelf):
     make_store(shelf / "book.kv")
     catalog = opened(shelf)
     gone: list[set[str]] = []
@@ -230,9 +214,7 @@ def test_indexes_that_are_built_make_another_entry(opened: Opened, shelf: Path) 
     assert {"book"} in gone
 
 
-def test_a_damaged_store_is_left_out_and_said_once(
-    opened: Opened, shelf: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_store_is_left_out_and_said_once(opened, shelf, caplog):
     make_store(shelf / "good.kv")
     damaged = make_store(shelf / "bad.kv", seed=1)
     sums = (damaged / "SHA256SUMS").read_text()
@@ -248,7 +230,7 @@ def test_a_damaged_store_is_left_out_and_said_once(
     assert names(catalog) == ["bad", "good", "model"]
 
 
-def test_one_name_in_two_folders(opened: Opened, shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_name_in_two_folders(opened, shelf, caplog):
     other = shelf.parent / "other"
     make_store(shelf / "book.kv", model="a/book")
     make_store(shelf / "book", seed=2, model="b/book")
@@ -271,7 +253,7 @@ def test_one_name_in_two_folders(opened: Opened, shelf: Path, caplog: pytest.Log
     assert catalog.entry("book").path == shelf / "book"
 
 
-def test_names_can_be_shown_whatever_folders_are_called(opened: Opened, shelf: Path) -> None:
+def test_names_can_be_shown_whatever_folders_are_called(opened, shelf):
     made = make_store(shelf / "plain.kv")
     for name in (b"bad\xff.kv", b"new\nline.kv", "Bücher.kv".encode()):
         shutil.copytree(made, shelf / os.fsdecode(name))
@@ -279,7 +261,7 @@ def test_names_can_be_shown_whatever_folders_are_called(opened: Opened, shelf: P
     assert shown == ["Bücher", "bad\ufffd", "new\ufffdline", "plain", "model"]
 
 
-def test_a_store_that_is_hidden_is_not_served(opened: Opened, shelf: Path) -> None:
+def test_a_store_that_is_hidden_is_not_served(opened, shelf):
     path = make_store(shelf / "book.kv")
     catalog = opened(shelf)
     gone: set[str] = set()
@@ -291,7 +273,7 @@ def test_a_store_that_is_hidden_is_not_served(opened: Opened, shelf: Path) -> No
     assert names(catalog) == ["book", "model"]
 
 
-def test_a_store_is_read_once(opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_read_once(opened, shelf, monkeypatch):
     make_store(shelf / "book.kv")
     catalog = opened(shelf)
     monkeypatch.setattr(KVStore, "open", None)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def text(name: str, content: str = FACTS) -> Upload:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     """A checkpoint: for reading only."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     text_model().save_pretrained(folder)
@@ -54,19 +54,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def shelf(tmp_path):
     (tmp_path / "shelf").mkdir()
     return tmp_path / "shelf"
 
 
 @pytest.fixture
-def catalog(shelf: Path, tiny: Path) -> Iterator[Catalog]:
-    with Catalog([shelf], str(tiny)) as opened:
+def catalog(shelf, tiny):
+    with closing(Catalog([shelf], str(tiny))) as opened:
         yield opened
 
 
 @pytest.fixture
-def started(catalog: Catalog) -> Iterator[Callable[..., Jobs]]:
+def started(catalog):
     running: list[Jobs] = []
 
     def start(**how: Any) -> Jobs:
@@ -97,7 +97,7 @@ for line in json.loads(sys.argv[1]):
 
 
 @pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def says(monkeypatch):
     """Have the processes of jobs say what is given, one list each, the last one again and again."""
     real = subprocess.Popen
 
@@ -111,6 +111,19 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(jobs.subprocess, "Popen", start)
 
     return replace
+
+
+@pytest.fixture
+def gate():
+    """Answers that read a store until an event is set, and the context in which none do."""
+    free = threading.Event()
+
+    @contextmanager
+    def released(name: str) -> Iterator[None]:
+        assert free.wait(60)
+        yield
+
+    return free, released
 
 
 DONE = {"result": {"n_tokens": 7}}
@@ -138,7 +151,7 @@ def run_here(folder: Path, work: Work, *documents: Upload) -> tuple[dict[str, An
     return made, list(dict.fromkeys(stages))
 
 
-def test_what_a_job_makes_is_what_the_commands_make(shelf: Path, tiny: Path, tmp_path: Path) -> None:
+def test_what_a_job_makes_is_what_the_commands_make(shelf, tiny, tmp_path):
     model = str(tiny)
     work = Work("prefill", "book", str(shelf / "book.kv"), model, options=CHUNK)
     made, stages = run_here(shelf, work, text("facts"))
@@ -161,7 +174,7 @@ def test_what_a_job_makes_is_what_the_commands_make(shelf: Path, tiny: Path, tmp
     assert (again["added"], again["known"]) == ((), ("more",))
 
 
-def test_a_job_that_is_run_again_keeps_what_it_made(shelf: Path, tiny: Path) -> None:
+def test_a_job_that_is_run_again_keeps_what_it_made(shelf, tiny):
     work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), options=CHUNK, index=False)
     first, _ = run_here(shelf, work, text("facts"))
     again, stages = run_here(shelf, work, text("facts"))
@@ -169,7 +182,7 @@ def test_a_job_that_is_run_again_keeps_what_it_made(shelf: Path, tiny: Path) -> 
     assert again["n_tokens"] == first["n_tokens"]
 
 
-def test_files_are_read_by_what_they_are(shelf: Path, tiny: Path) -> None:
+def test_files_are_read_by_what_they_are(shelf, tiny):
     work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), index=False)
     page = Upload("page.html", io.BytesIO(b"<title>x</title><p>Hello &amp; welcome</p>"))
     run_here(shelf, work, page, text("as it is.html", "<p>raw</p>"))
@@ -188,7 +201,7 @@ def test_files_are_read_by_what_they_are(shelf: Path, tiny: Path) -> None:
         )
 
 
-def test_a_process_of_its_own_says_why_it_failed(started: Callable[..., Jobs], shelf: Path) -> None:
+def test_a_process_of_its_own_says_why_it_failed(started, shelf):
     running = started()
     picture = Upload("a.gif", io.BytesIO(b"GIF89a\0\0"))
     (failed,) = over(running, running.prefill("book", None, [text("facts"), picture]))
@@ -197,9 +210,7 @@ def test_a_process_of_its_own_says_why_it_failed(started: Callable[..., Jobs], s
 
 
 @pytest.mark.slow
-def test_a_store_is_made_by_a_process_of_its_own(
-    started: Callable[..., Jobs], catalog: Catalog, shelf: Path
-) -> None:
+def test_a_store_is_made_by_a_process_of_its_own(started, catalog, shelf):
     running = started()
     job = running.prefill("book", None, [text("facts")], options=CHUNK)
     assert job.state == "queued"
@@ -209,12 +220,10 @@ def test_a_store_is_made_by_a_process_of_its_own(
     assert catalog.entry("book").tokens == done.result["n_tokens"]
     assert catalog.entry("book").recall == done.result["recall"] is not None
     assert sorted(path.name for path in shelf.iterdir()) == [".jobs", "book.kv", "book.kv.indexes"]
-    assert [path.name for path in running._files.of(job.id).iterdir()] == ["job.json"]  # type: ignore[union-attr]
+    assert [path.name for path in running._files.of(job.id).iterdir()] == ["job.json"]
 
 
-def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(
-    started: Callable[..., Jobs], says: Callable[..., None]
-) -> None:
+def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(started, says):
     says([HALF, WAIT, DONE])
     running = started()
     made = [running.prefill(name, None, [text("facts")]) for name in ("a", "b", "c")]
@@ -222,7 +231,7 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(
         job.id for job in made[::-1]
     ]
     for first, *others in (made, made[1:], made[2:]):
-        until(lambda first=first: running.progress(first.id) is not None)  # type: ignore[misc]
+        until(lambda first=first: running.progress(first.id) is not None)
         assert [state(running, job) for job in (first, *others)] == ["running"] + ["queued"] * len(others)
         assert running._process is not None
         assert running._process.stdin is not None
@@ -231,7 +240,7 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(
         assert over(running, first)[0].result == DONE["result"]
 
 
-def test_progress_tells_the_time_that_is_left() -> None:
+def test_progress_tells_the_time_that_is_left():
     follow = Speed()
     assert follow("load", 0, 1).seconds_left is None
     assert follow("prefill", 100, 1100).seconds_left is None
@@ -241,9 +250,7 @@ def test_progress_tells_the_time_that_is_left() -> None:
     assert (half.stage, half.done, half.total) == ("prefill", 600, 1100)
 
 
-def test_a_failure_is_its_sentence_and_can_be_tried_again(
-    started: Callable[..., Jobs], says: Callable[..., None], catalog: Catalog
-) -> None:
+def test_a_failure_is_its_sentence_and_can_be_tried_again(started, says, catalog):
     says([HALF, {"error": "the disk is full."}], [DONE])
     running = started()
     (failed,) = over(running, running.prefill("book", None, [text("facts")]))
@@ -256,9 +263,7 @@ def test_a_failure_is_its_sentence_and_can_be_tried_again(
         running.retry(done.id)
 
 
-def test_a_process_that_is_killed_is_started_again(
-    started: Callable[..., Jobs], says: Callable[..., None]
-) -> None:
+def test_a_process_that_is_killed_is_started_again(started, says):
     says([HALF, CUT, DIE], [HALF, DONE])
     running = started()
     assert over(running, running.prefill("book", None, [text("facts")]))[0].state == "done"
@@ -267,9 +272,7 @@ def test_a_process_that_is_killed_is_started_again(
     assert failed.error == "its process was killed by signal 9, 3 times"
 
 
-def test_a_full_disk_stops_no_later_job(
-    started: Callable[..., Jobs], says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_stops_no_later_job(started, says, monkeypatch):
     says([DONE])
     running = started()
     first = running.prefill("first", None, [text("a")])
@@ -283,9 +286,7 @@ def test_a_full_disk_stops_no_later_job(
     assert [job.state for job in over(running, *later)] == ["done", "done"]
 
 
-def test_whatever_a_job_raises_the_next_one_runs(
-    started: Callable[..., Jobs], says: Callable[..., None]
-) -> None:
+def test_whatever_a_job_raises_the_next_one_runs(started, says):
     says([{"stage": "of another release"}], [DONE])
     running = started()
     both = [running.prefill(name, None, [text("a")]) for name in ("first", "second")]
@@ -296,15 +297,13 @@ def test_whatever_a_job_raises_the_next_one_runs(
     ]
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(started: Callable[..., Jobs], shelf: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(started, shelf):
     (shelf / JOBS).write_text("no folder")
     with pytest.raises(StoreError, match=r"no stores can be made in .*File exists"):
         started().prefill("book", None, [text("a")])
 
 
-def test_a_job_that_is_cancelled_ends(
-    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path
-) -> None:
+def test_a_job_that_is_cancelled_ends(started, says, shelf):
     says([HALF, WAIT])
     running = started()
     first, second = (running.prefill(name, None, [text("facts")]) for name in ("a", "b"))
@@ -323,9 +322,7 @@ def test_a_job_that_is_cancelled_ends(
     assert state(running, second) == "cancelled"
 
 
-def test_a_longer_store_waits_for_answers_before_it_takes_its_place(
-    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
-) -> None:
+def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, says, shelf, catalog):
     make_store(shelf / "book.kv")
     catalog.refresh()
     says([HALF, {"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
@@ -348,19 +345,11 @@ def test_a_longer_store_waits_for_answers_before_it_takes_its_place(
     until(lambda: events == ["asked for book", "let go"])
 
 
-def test_an_append_that_waits_can_be_cancelled(
-    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
-) -> None:
+def test_an_append_that_waits_can_be_cancelled(started, says, shelf, catalog, gate):
     make_store(shelf / "book.kv")
     catalog.refresh()
     says([{"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
-    free = threading.Event()
-
-    @contextmanager
-    def released(name: str) -> Iterator[None]:
-        assert free.wait(60)
-        yield
-
+    free, released = gate
     running = started(released=released)
     job = running.append("book", [text("more", MORE)])
     until(lambda: running.progress(job.id) is not None)
@@ -374,16 +363,14 @@ def test_an_append_that_waits_can_be_cancelled(
 @pytest.mark.parametrize(
     "name", ["", "../x", "a/b", "/etc", ".hidden", "a\nb", "a\0b", "é", "x" * 101, "-x", "a b", "..", "."]
 )
-def test_hostile_names_are_refused(started: Callable[..., Jobs], shelf: Path, name: str) -> None:
+def test_hostile_names_are_refused(started, shelf, name):
     with pytest.raises(WrongField) as refused:
         started().prefill(name, None, [text("facts")])
     assert refused.value.param == "name"
     assert list(shelf.iterdir()) == []
 
 
-def test_names_that_are_taken_are_refused(
-    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
-) -> None:
+def test_names_that_are_taken_are_refused(started, says, shelf, catalog):
     make_store(shelf / "book.kv")
     (shelf / "junk.kv").mkdir()
     catalog.refresh()
@@ -397,9 +384,7 @@ def test_names_that_are_taken_are_refused(
         running.prefill("new.kv", "tiny", [text("facts")])
 
 
-def test_a_new_job_takes_the_place_of_one_that_failed(
-    started: Callable[..., Jobs], says: Callable[..., None]
-) -> None:
+def test_a_new_job_takes_the_place_of_one_that_failed(started, says):
     says([{"error": "it holds no text"}], [DONE])
     running = started()
     (failed,) = over(running, running.prefill("book", None, [text("facts")]))
@@ -408,9 +393,7 @@ def test_a_new_job_takes_the_place_of_one_that_failed(
     assert state(running, failed) == "cancelled"
 
 
-def test_what_no_store_can_be_made_of_is_refused_at_once(
-    started: Callable[..., Jobs], shelf: Path, catalog: Catalog
-) -> None:
+def test_what_no_store_can_be_made_of_is_refused_at_once(started, shelf, catalog):
     running = started()
     make = running.prefill
     for error, refused in (
@@ -445,9 +428,7 @@ def test_what_no_store_can_be_made_of_is_refused_at_once(
         make("book", None, [text("a")])
 
 
-def test_jobs_do_not_pile_up(
-    started: Callable[..., Jobs], says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_do_not_pile_up(started, says, monkeypatch):
     monkeypatch.setattr(jobs, "MOST_WAITING", 2)
     monkeypatch.setattr(jobs, "MOST_KEPT", 1)
     says([DONE])
@@ -464,8 +445,8 @@ def test_jobs_do_not_pile_up(
         running.prefill("f", None, [text("facts")])
 
 
-def test_a_server_without_a_folder_makes_no_stores(shelf: Path) -> None:
-    with Catalog([make_store(shelf / "book.kv")]) as catalog:
+def test_a_server_without_a_folder_makes_no_stores(shelf):
+    with closing(Catalog([make_store(shelf / "book.kv")])) as catalog:
         running = Jobs(catalog)
         for refused in (
             lambda: running.prefill("new", None, [text("facts")]),
@@ -478,9 +459,7 @@ def test_a_server_without_a_folder_makes_no_stores(shelf: Path) -> None:
         running.close()
 
 
-def test_a_server_that_is_for_reading_changes_nothing(
-    started: Callable[..., Jobs], shelf: Path, catalog: Catalog
-) -> None:
+def test_a_server_that_is_for_reading_changes_nothing(started, shelf, catalog):
     make_store(shelf / "book.kv")
     (shelf / ".jobs").mkdir()
     catalog.refresh()
@@ -496,9 +475,7 @@ def test_a_server_that_is_for_reading_changes_nothing(
     assert list((shelf / ".jobs").iterdir()) == []
 
 
-def test_two_servers_do_not_run_the_same_jobs(
-    started: Callable[..., Jobs], says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_do_not_run_the_same_jobs(started, says, monkeypatch):
     monkeypatch.setattr("offload_decode.server.job_files._WAIT_S", 0.05)
     says([HALF, WAIT])
     first = started()
@@ -509,9 +486,7 @@ def test_two_servers_do_not_run_the_same_jobs(
         second.prefill("other", None, [text("facts")])
 
 
-def test_a_new_server_goes_on_with_what_was_left(
-    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path
-) -> None:
+def test_a_new_server_goes_on_with_what_was_left(started, says, shelf):
     says([HALF, WAIT])
     first = started()
     left = [first.prefill(name, None, [text("facts")]) for name in ("a", "b")]
@@ -529,7 +504,7 @@ def test_a_new_server_goes_on_with_what_was_left(
     assert not (shelf / ".deleted-1").exists()
 
 
-def test_a_record_is_read_as_it_was_written(shelf: Path) -> None:
+def test_a_record_is_read_as_it_was_written(shelf):
     files = JobFiles(shelf)
     work = Work("prefill", "book", "/x/book.kv", "demo", options={"chunk": 64})
     job = files.create(work, [text("a"), Upload("b.pdf", io.BytesIO(b"%PDF"))])
@@ -542,20 +517,12 @@ def test_a_record_is_read_as_it_was_written(shelf: Path) -> None:
     files.close()
 
 
-def test_a_store_is_deleted_when_no_answer_reads_it(
-    started: Callable[..., Jobs], shelf: Path, catalog: Catalog
-) -> None:
+def test_a_store_is_deleted_when_no_answer_reads_it(started, shelf, catalog, gate):
     make_store(shelf / "book.kv")
     make_store(shelf / "other.kv", seed=1)
     build_indexes(shelf / "book.kv", "flat")
     catalog.refresh()
-    free = threading.Event()
-
-    @contextmanager
-    def released(name: str) -> Iterator[None]:
-        assert free.wait(60)
-        yield
-
+    free, released = gate
     running = started(released=released)
     errors: list[Exception] = []
 
@@ -580,9 +547,7 @@ def test_a_store_is_deleted_when_no_answer_reads_it(
     assert catalog.entry("book").tokens == 40
 
 
-def test_a_store_that_a_job_is_at_work_on_is_not_deleted(
-    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
-) -> None:
+def test_a_store_that_a_job_is_at_work_on_is_not_deleted(started, says, shelf, catalog):
     make_store(shelf / "book.kv")
     catalog.refresh()
     says([HALF, WAIT])
@@ -604,14 +569,12 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_kills_of_processes_and_of_servers_leave_the_store_of_one_prefill(
-    shelf: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_kills_of_processes_and_of_servers_leave_the_store_of_one_prefill(shelf, tiny, tmp_path):
     long = FACTS * 12
     plain = tmp_path / "plain.kv"
     loaded = load(str(tiny), "cpu")
     prefill_texts(loaded, [TextDocument("facts", long.strip("\n"))], plain, Settings(options={"chunk": 16}))
-    with Catalog([shelf], str(tiny)) as catalog:
+    with closing(Catalog([shelf], str(tiny))) as catalog:
         running = Jobs(catalog, device="cpu")
         job = running.prefill("book", None, [text("facts", long)], options={"chunk": 16}, index=False)
 
@@ -638,7 +601,7 @@ def test_kills_of_processes_and_of_servers_leave_the_store_of_one_prefill(
     until(lambda: json.loads(progress.read_text())["tokens"] > before, 600)
     server.kill()
     server.wait()
-    with Catalog([shelf], str(tiny)) as catalog:
+    with closing(Catalog([shelf], str(tiny))) as catalog:
         running = Jobs(catalog, device="cpu")
         (done,) = over(running, running.job(job.id), seconds=600)
         running.close()

@@ -11,7 +11,7 @@ import pytest
 from offload_decode.server import metrics
 
 
-def test_json_lines_hold_the_fields_of_a_request() -> None:
+def test_json_lines_hold_the_fields_of_a_request():
     out = io.StringIO()
     metrics.configure("json", out)
     with metrics.logged_request(request_id="r1", route="/v1/models"):
@@ -22,7 +22,7 @@ def test_json_lines_hold_the_fields_of_a_request() -> None:
     assert said["time"].endswith("Z")
 
 
-def test_records_within_a_request_name_it_and_others_do_not() -> None:
+def test_records_within_a_request_name_it_and_others_do_not():
     out = io.StringIO()
     metrics.configure("json", out)
     with metrics.logged_request(request_id="r1"):
@@ -34,16 +34,16 @@ def test_records_within_a_request_name_it_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
-def test_a_value_never_becomes_a_line(style: str) -> None:
+def test_a_value_never_becomes_a_line(style):
     out = io.StringIO()
-    metrics.configure(style, out)  # type: ignore[arg-type]
+    metrics.configure(style, out)
     with metrics.logged_request(model="book\n2026 error all is lost\x1b[2J\u2028"):
         metrics.LOG.info("a message\nwith a break")
     assert len(out.getvalue().splitlines()) == 2
     assert "\x1b" not in out.getvalue()
 
 
-def test_text_lines_can_be_read_by_people() -> None:
+def test_text_lines_can_be_read_by_people():
     out = io.StringIO()
     metrics.configure("text", out)
     with metrics.logged_request(request_id="r1", model="my book"):
@@ -51,7 +51,7 @@ def test_text_lines_can_be_read_by_people() -> None:
     assert ' info request request_id=r1 model="my book" seconds=' in out.getvalue()
 
 
-def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn() -> None:
+def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn():
     out = io.StringIO()
     metrics.configure("json", out)
     logging.getLogger("uvicorn.error").info("Started")
@@ -59,7 +59,7 @@ def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn() ->
     assert [json.loads(text)["message"] for text in out.getvalue().splitlines()] == ["Started"]
 
 
-def test_an_exception_stays_in_its_line() -> None:
+def test_an_exception_stays_in_its_line():
     out = io.StringIO()
     metrics.configure("json", out)
     try:
@@ -70,6 +70,6 @@ def test_an_exception_stays_in_its_line() -> None:
     assert "ValueError: wrong" in said["exception"]
 
 
-def test_outside_of_a_request_nothing_is_remembered() -> None:
+def test_outside_of_a_request_nothing_is_remembered():
     metrics.log_fields()["model"] = "book"
     assert metrics.log_fields() == {}

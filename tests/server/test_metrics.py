@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -32,11 +30,11 @@ def answered(watch: Watch, *deltas: int, finish: str = "stop") -> None:
     watch.event(Prompted(USAGE))
     for tokens in deltas:
         watch.event(Delta(0, "text", (Scored(7),) * tokens))
-    watch.event(Ended(0, finish))  # type: ignore[arg-type]
+    watch.event(Ended(0, finish))
     watch.event(Done(USAGE, StepStats()))
 
 
-def test_a_request_waits_runs_and_ends() -> None:
+def test_a_request_waits_runs_and_ends():
     metrics = Metrics()
     watch = metrics.watch("book")
     seen = samples(metrics)
@@ -50,7 +48,7 @@ def test_a_request_waits_runs_and_ends() -> None:
     assert (seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]) == (0, 0)
 
 
-def test_tokens_are_counted_and_timed() -> None:
+def test_tokens_are_counted_and_timed():
     metrics = Metrics()
     answered(metrics.watch("book"), 1, 0, 3)
     seen = samples(metrics)
@@ -66,7 +64,7 @@ def test_tokens_are_counted_and_timed() -> None:
     assert seen["request_success_total", "length", "book"] == 0
 
 
-def test_several_answers_have_gaps_of_their_own() -> None:
+def test_several_answers_have_gaps_of_their_own():
     metrics = Metrics()
     watch = metrics.watch("book")
     for index in (0, 1, 0, 1):
@@ -78,7 +76,7 @@ def test_several_answers_have_gaps_of_their_own() -> None:
 
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_what_does_not_end_well_is_counted_once_and_waits_no_longer(started: bool, reason: str) -> None:
+def test_what_does_not_end_well_is_counted_once_and_waits_no_longer(started, reason):
     metrics = Metrics()
     watch = metrics.watch("book")
     if started:
@@ -94,7 +92,7 @@ def test_what_does_not_end_well_is_counted_once_and_waits_no_longer(started: boo
     assert sum(value for name, value in seen.items() if name[0] == "request_success_total") == 1
 
 
-def test_passes_add_up() -> None:
+def test_passes_add_up():
     metrics = Metrics()
     for _ in range(2):
         stats = StepStats(selected=5, bytes_moved=640, cache_hits=3, cache_misses=2, search_s=0.5)
@@ -109,7 +107,7 @@ def test_passes_add_up() -> None:
     assert seen["iteration_stage_seconds_total", "search"] == 1.0
 
 
-def test_what_others_know_is_read_when_somebody_looks() -> None:
+def test_what_others_know_is_read_when_somebody_looks():
     metrics, jobs = Metrics(), {"running": 1.0}
     metrics.read("jobs", "Jobs, by state.", lambda: jobs, label="state")
     metrics.read("kv_cache_usage_perc", "Share.", lambda: 0.25)
@@ -119,14 +117,14 @@ def test_what_others_know_is_read_when_somebody_looks() -> None:
     assert samples(metrics)["kv_cache_usage_perc",] == 0.25
 
 
-def test_two_services_share_nothing() -> None:
+def test_two_services_share_nothing():
     one, other = Metrics(), Metrics()
     one.watch("book")
     assert samples(one)["num_requests_waiting", "book"] == 1
     assert ("num_requests_waiting", "book") not in samples(other)
 
 
-def test_a_full_queue_is_counted() -> None:
+def test_a_full_queue_is_counted():
     metrics = Metrics()
     metrics.watch("book").event(Failed(Busy("full")))
     metrics.watch("book").event(Failed(ValueError("wrong")))
@@ -135,7 +133,7 @@ def test_a_full_queue_is_counted() -> None:
     assert seen["num_requests_waiting", "book"] == 0
 
 
-def test_a_service_tells_what_it_holds(tmp_path: Path) -> None:
+def test_a_service_tells_what_it_holds(tmp_path):
     service = Service(Catalog([tmp_path]), Settings())
     try:
         seen = samples(service.metrics)
@@ -145,7 +143,7 @@ def test_a_service_tells_what_it_holds(tmp_path: Path) -> None:
     assert ("jobs", "running") not in seen
 
 
-def test_the_line_of_a_request_says_how_it_went() -> None:
+def test_the_line_of_a_request_says_how_it_went():
     with logged_request(request_id="r1") as line:
         answered(Metrics().watch("book"), 1, 2, finish="length")
     assert {name: line[name] for name in ("model", "prompt_tokens", "cached_tokens", "finish")} == {

@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from offload_decode.server.on_ray import BucketCatalog, Plan, merged, on_ray, pl
 QUESTION = "What is the colour of thing 3?"
 
 
-def test_metrics_of_several_servers_are_told_apart() -> None:
+def test_metrics_of_several_servers_are_told_apart():
     one, other = Metrics(), Metrics()
     one.watch("book")
     found = {
@@ -48,7 +47,7 @@ def test_metrics_of_several_servers_are_told_apart() -> None:
     assert found == {("0", "book"): 1, ("2", "book"): 1}
 
 
-def test_stores_in_buckets_are_named_before_they_are_here(shelf: Path, tmp_path: Path) -> None:
+def test_stores_in_buckets_are_named_before_they_are_here(shelf, tmp_path):
     store, url = shelf / "stores" / "book.kv", f"file://{tmp_path}/bucket/far.kv"
     push(store, url)
     catalog = BucketCatalog(plan_for([str(shelf / "stores"), url], Settings(), tmp_path / "cache"))
@@ -63,7 +62,7 @@ def test_stores_in_buckets_are_named_before_they_are_here(shelf: Path, tmp_path:
         catalog.close()
 
 
-def test_stores_in_buckets_must_be_there_and_have_names_of_their_own(shelf: Path, tmp_path: Path) -> None:
+def test_stores_in_buckets_must_be_there_and_have_names_of_their_own(shelf, tmp_path):
     with pytest.raises(StoreNotFound, match="there is no store at"):
         plan_for([f"file://{tmp_path}/nothing.kv"], Settings(), tmp_path)
     urls = [f"file://{tmp_path}/{folder}/far.kv" for folder in "ab"]
@@ -73,7 +72,7 @@ def test_stores_in_buckets_must_be_there_and_have_names_of_their_own(shelf: Path
         plan_for(urls, Settings(), tmp_path)
 
 
-def test_a_ray_client_cannot_stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_ray_client_cannot_stream(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
     with pytest.raises(ConfigError, match="RAY_ADDRESS=auto"), on_ray(Plan((), {}, Settings())):
         pass
@@ -105,7 +104,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(shelf, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     names = sorted(path.stem for path in (shelf / "stores").glob("*.kv"))
     far = f"file://{folder}/bucket/far.kv"
@@ -131,7 +130,7 @@ def cluster(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 @pytest.mark.slow
-def test_a_store_is_asked_where_it_is_open(cluster: Cluster, shelf: Path) -> None:
+def test_a_store_is_asked_where_it_is_open(cluster, shelf):
     path = shelf / "stores" / "book.kv"
     expected = Engine.open(path, options={"budget": "24"}).answer(QUESTION, 6).text
     for _ in range(6):
@@ -141,7 +140,7 @@ def test_a_store_is_asked_where_it_is_open(cluster: Cluster, shelf: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_store_is_pulled_when_it_is_first_asked_for(cluster: Cluster) -> None:
+def test_a_store_is_pulled_when_it_is_first_asked_for(cluster):
     assert not (cluster.cache / "far.kv").exists()
     listed = httpx.get(f"{cluster.base}/v1/models", timeout=60).json()["data"]
     assert "far" in {one["id"] for one in listed}
@@ -151,14 +150,14 @@ def test_a_store_is_pulled_when_it_is_first_asked_for(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_there_is_refused_as_by_one_server(cluster: Cluster) -> None:
+def test_what_is_not_there_is_refused_as_by_one_server(cluster):
     body = {"model": "nothing", "messages": [{"role": "user", "content": "?"}]}
     refused = httpx.post(f"{cluster.base}/v1/chat/completions", json=body, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.slow
-def test_a_lost_replica_loses_no_request(cluster: Cluster) -> None:
+def test_a_lost_replica_loses_no_request(cluster):
     """Twelve long answers, not streamed, so that none begins before it is whole; one replica is killed."""
     cluster.ask("book")
     with ThreadPoolExecutor(12) as pool:

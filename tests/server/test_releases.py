@@ -22,7 +22,7 @@ class Answers:
         return Releases(self.running.__contains__, self.closed.append)
 
 
-def test_a_store_is_released_when_nothing_uses_it() -> None:
+def test_a_store_is_released_when_nothing_uses_it():
     answers = Answers()
     own = answers.releases()
     answers.running = {"book", "other"}
@@ -55,7 +55,7 @@ def test_a_store_is_released_when_nothing_uses_it() -> None:
         pass
 
 
-def test_nothing_is_kept_of_names_that_were_asked_for() -> None:
+def test_nothing_is_kept_of_names_that_were_asked_for():
     own = Answers().releases()
     for number in range(9):
         with own.asking(f"name {number}"):
@@ -63,7 +63,7 @@ def test_nothing_is_kept_of_names_that_were_asked_for() -> None:
     assert not own._beginning
 
 
-def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch):
     monkeypatch.setattr(loaded_models, "PATIENCE_S", 0.2)
     answers = Answers()
     answers.running = {"book"}
@@ -94,7 +94,7 @@ def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch: pyt
     assert not refused()
 
 
-def test_a_store_is_released_to_one_at_a_time() -> None:
+def test_a_store_is_released_to_one_at_a_time():
     own = Answers().releases()
     inside: list[int] = []
     most: list[int] = []

@@ -127,20 +127,13 @@ def test_the_prompts_log_probabilities_are_the_models(service, shelf):
 
 def test_a_long_question_runs_in_parts_while_others_are_answered(serve, monkeypatch):
     service = serve()
-    monkeypatch.setattr(
-        "offload_decode.server.scheduler.STEP_S", 0.0
-    )  # the least that prompts may take of a step
+    # The least that prompts may take of a step:
+    monkeypatch.setattr("offload_decode.server.scheduler.STEP_S", 0.0)
     short = ask(service, "book", QUESTIONS[0], 120)
-    while not isinstance(short.next(), Delta):
-        pass
+    short.until(Delta)
     long = ask(service, "notes", "Why? " * 200, 2)
-    before = 0
-    while True:
-        event = long.next()
-        before = short.events.qsize()
-        if isinstance(event, Prompted):
-            break
-    assert before >= 5  # tokens came while it was being read
+    long.until(Prompted)
+    assert short.events.qsize() >= 5  # tokens came while it was being read
     assert long.all().error is None
     assert short.all().error is None
 
@@ -171,8 +164,7 @@ def test_questions_that_share_no_pass_share_the_time_of_a_step(serve, monkeypatc
     monkeypatch.setattr("offload_decode.server.scheduler.run_turns", counted)
     monkeypatch.setattr(service.scheduler, "_step", one_step)
     short = ask(service, "book", QUESTIONS[0], 10_000)
-    while not isinstance(short.next(), Delta):
-        pass
+    short.until(Delta)
     steps.clear()
     asked = [ask(service, "notes", f"{n} Why? " * 60, 2, selector=selector) for n in range(4)]
     assert all(one.all().error is None for one in asked)
@@ -182,8 +174,7 @@ def test_questions_that_share_no_pass_share_the_time_of_a_step(serve, monkeypatc
 
 def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
     listener = ask(service, tokens=5000)
-    while not isinstance(listener.next(), Delta):
-        pass
+    listener.until(Delta)
     (running,) = service.scheduler._running
     held = weakref.ref(running.conversation.cache)
     del running
@@ -207,8 +198,7 @@ def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
     listener = Leaving()
     asked = CompletionRequest("id", "book", Generation(max_tokens=50), prompt="Why")
     listener.ticket = service.complete(asked, listener)
-    while not isinstance(listener.next(), Ended):
-        pass
+    listener.until(Ended)
     deadline = time.monotonic() + 10
     while b'num_requests_running{model_name="book"} 0.0' not in service.metrics.text():
         assert time.monotonic() < deadline
@@ -232,8 +222,7 @@ def test_a_text_is_too_long_before_its_tokens_are_counted(serve, monkeypatch):
 def test_too_much_is_refused(serve):
     service = serve(max_running=1, max_waiting=1, max_prompt=400)
     first = ask(service, tokens=3000)
-    while not isinstance(first.next(), Delta):
-        pass
+    first.until(Delta)
     second = ask(service)
     with pytest.raises(Busy, match="waiting already"):
         ask(service)
@@ -258,8 +247,7 @@ def test_a_store_that_is_damaged_fails_its_own_requests_alone(serve, shelf, tmp_
     service = serve(tmp_path / "stores")
     good, bad = ask(service, "book", tokens=50), ask(service, "notes", tokens=5000)
     for listener in (good, bad):
-        while not isinstance(listener.next(), Delta):
-            pass
+        listener.until(Delta)
     for file in (tmp_path / "stores" / "notes.kv" / "layers").glob("*/values/c.*"):
         with file.open("r+b") as handle:
             handle.truncate(file.stat().st_size // 2)
@@ -299,8 +287,7 @@ def test_a_second_turn_runs_its_own_tokens_alone(service, answer):
 def test_what_runs_has_a_moment_to_end_when_the_server_stops(serve):
     service = serve()
     listener, endless = ask(service, tokens=20), ask(service, tokens=100_000)
-    while not isinstance(endless.next(), Delta):
-        pass
+    endless.until(Delta)
     service.scheduler.close(grace_s=1.0)
     assert listener.all().error is None
     assert isinstance(endless.all().error, Busy)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -160,7 +160,7 @@ class Crowd:
 
 
 @pytest.fixture(scope="module")
-def stores(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def stores(shelf, tmp_path_factory):
     home = tmp_path_factory.mktemp("soak")
     return [
         Path(shutil.copytree(shelf / "stores" / "book.kv", home / f"copy-{number}.kv")) for number in range(3)
@@ -168,7 +168,7 @@ def stores(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture
-def crowd(stores: list[Path]) -> Iterator[Crowd]:
+def crowd(stores):
     with Served(stores) as server:
         told = httpx.get(f"{server.base}/v1/models", timeout=60).json()["data"]
         yield Crowd(server, [one["id"] for one in told], random.Random(0))
@@ -180,7 +180,7 @@ def verify(store: Path) -> int:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_clients_that_come_and_leave(crowd: Crowd) -> None:
+def test_nothing_is_left_of_clients_that_come_and_leave(crowd):
     for _ in range(8):  # until everything has been opened, compiled and filled once
         asyncio.run(crowd.stay(CLIENTS, 4))
         if crowd.server.metric("kv_cache_usage_perc") > 0.8:
@@ -194,7 +194,7 @@ def test_nothing_is_left_of_clients_that_come_and_leave(crowd: Crowd) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_killed_under_load_leaves_whole_stores_and_serves_again(crowd: Crowd) -> None:
+def test_a_server_killed_under_load_leaves_whole_stores_and_serves_again(crowd):
     async def killed_under(load: Callable[[], Any]) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(load())

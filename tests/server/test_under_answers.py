@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,9 @@ from offload_decode.store.reader import KVStore
 from tests.server.conftest import Heard, Listener
 from tests.server.test_catalog import until
 
-Serve = Callable[..., Service]
-
 
 @pytest.fixture
-def own(shelf: Path, tmp_path: Path) -> Path:
+def own(shelf, tmp_path):
     """Stores of this test alone."""
     return Path(shutil.copytree(shelf / "stores", tmp_path / "stores"))
 
@@ -39,8 +36,7 @@ def ask(service: Service, tokens: int) -> Listener:
 def begun(service: Service, tokens: int) -> Listener:
     """An answer of which the first token is there."""
     heard = ask(service, tokens)
-    while not isinstance(heard.next(), Delta):
-        pass
+    heard.until(Delta)
     return heard
 
 
@@ -48,7 +44,7 @@ def whole(heard: Heard, tokens: int) -> bool:
     return heard.error is None and heard.usage.completion == tokens
 
 
-def test_a_store_is_deleted_behind_the_last_answer_from_it(serve: Serve, own: Path) -> None:
+def test_a_store_is_deleted_behind_the_last_answer_from_it(serve, own):
     service = serve(own)
     heard = begun(service, 300)
     thread = threading.Thread(target=service.jobs.delete, args=("book",))
@@ -64,7 +60,7 @@ def test_a_store_is_deleted_behind_the_last_answer_from_it(serve: Serve, own: Pa
 
 
 @pytest.mark.slow
-def test_a_store_grows_behind_the_last_answer_from_it(serve: Serve, own: Path) -> None:
+def test_a_store_grows_behind_the_last_answer_from_it(serve, own):
     service = serve(own)
     before = service.catalog.entry("book")
     more = Upload("more.txt", io.BytesIO(b"Thing 99 is grey."), text=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Annotated, Any, cast
+from functools import partial
+from typing import Annotated, Any, TypeVar, cast
 from uuid import uuid4
 
 from anyio.to_thread import run_sync
@@ -36,6 +37,7 @@ _MOST_NAMES = 256
 _unknown_fields = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
 """Those that were logged, and those of OpenAI's API that need no line in the log."""
 
+C = TypeVar("C")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Short = Annotated[str, StringConstraints(max_length=1024)]
 OptionName = Annotated[str, StringConstraints(max_length=64)]
@@ -139,6 +141,11 @@ class AnswerBody(AskBody):
             "cite": self.citations,
         }
 
+    def chunk(self, kind: Callable[..., C], id: str) -> Callable[..., C]:
+        """Makes the chunks of a stream, which have these fields in common."""
+        fields: dict[str, Any] = {"id": id, "created": now(), "model": self.model}
+        return partial(kind, **fields, **({"usage": None} if self.streams_usage else {}))
+
     def last_fields(self, done: Sequence[Done]) -> dict[str, Any]:
         """The fields of a stream's last chunk, none where the client asked for none."""
         fields = cost(done[0]) if self.citations else {}
@@ -231,11 +238,7 @@ Pieces = Callable[[Sequence[int]], Awaitable[Sequence[str]]]
 def pieces_of(request: Request, model: str) -> Pieces:
     """The texts of a model's tokens, one by one."""
     service = service_of(request)
-
-    async def pieces(tokens: Sequence[int]) -> Sequence[str]:
-        return await run_sync(service.pieces, model, tokens)
-
-    return pieces
+    return lambda tokens: run_sync(service.pieces, model, tokens)
 
 
 async def chat_logprobs(tokens: Sequence[Scored], pieces: Pieces) -> list[ChatCompletionTokenLogprob]:

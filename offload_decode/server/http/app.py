@@ -81,13 +81,10 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} of {host} is taken: choose another, such as --port {port + 1}"
-            ) from error
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"the server cannot listen on {host}, port {port} ({reason}): choose another"
-        ) from error
+            another = f"choose another, such as --port {port + 1}"
+            raise ConfigError(f"port {port} of {host} is taken: {another}") from error
+        failed = f"the server cannot listen on {host}, port {port} ({error.strerror or error})"
+        raise ConfigError(f"{failed}: choose another") from error
 
 
 def is_loopback(host: str) -> bool:

@@ -38,18 +38,10 @@ from offload_decode.server.http.answers import (
     usage_of,
     whole,
 )
-from offload_decode.server.http.errors import RESPONSES, known_names
+from offload_decode.server.http.errors import STREAMED, known_names
 from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
 from offload_decode.server.messages import call_object
-from offload_decode.server.requests import (
-    AnsweredRequest,
-    Delta,
-    Done,
-    Ended,
-    Prompted,
-    Settings,
-    WrongField,
-)
+from offload_decode.server.requests import AnsweredRequest, Delta, Done, Ended, Prompted, Settings, WrongField
 from offload_decode.server.service import ChatRequest
 
 MOST_MESSAGES = 4096
@@ -172,11 +164,7 @@ def router() -> APIRouter:
     """The route; the app's `state.service` is asked."""
     routes = APIRouter(tags=["answers"])
 
-    @routes.post(
-        "/v1/chat/completions",
-        response_model=ChatAnswer,
-        responses={200: {"content": {"text/event-stream": {}}}, **RESPONSES},
-    )
+    @routes.post("/v1/chat/completions", response_model=ChatAnswer, responses=STREAMED)
     async def chat(request: Request, body: ChatBody) -> Response:
         """Answer a conversation: whole, or as a stream of chunks."""
         asked = chat_request(service_of(request).settings, body)
@@ -244,10 +232,7 @@ async def _answer(body: ChatBody, id: str, answered: AnsweredRequest, pieces: Pi
 
 
 async def _chunks(body: ChatBody, id: str, events: Events, pieces: Pieces) -> AsyncIterator[bytes | None]:
-    fields: dict[str, Any] = {"id": id, "created": now(), "model": body.model}
-    if body.streams_usage:
-        fields["usage"] = None
-    chunk = partial(ChatChunk, object="chat.completion.chunk", **fields)
+    chunk = body.chunk(partial(ChatChunk, object="chat.completion.chunk"), id)
 
     def part(index: int, delta: ChoiceDelta, finish: Any = None, **logprobs: Any) -> bytes:
         return sse(chunk(choices=[Part(index=index, delta=delta, finish_reason=finish, **logprobs)]))

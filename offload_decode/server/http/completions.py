@@ -35,7 +35,7 @@ from offload_decode.server.http.answers import (
     whole,
 )
 from offload_decode.server.http.chat import Messages, plain
-from offload_decode.server.http.errors import RESPONSES, known_names
+from offload_decode.server.http.errors import RESPONSES, STREAMED, known_names
 from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
 from offload_decode.server.requests import (
     AnsweredRequest,
@@ -131,12 +131,7 @@ def router() -> APIRouter:
     routes = APIRouter()
     tokens: dict[str, Any] = {"tags": ["tokens"], "responses": RESPONSES}
 
-    @routes.post(
-        "/v1/completions",
-        tags=["answers"],
-        response_model=CompletionAnswer,
-        responses={200: {"content": {"text/event-stream": {}}}, **RESPONSES},
-    )
+    @routes.post("/v1/completions", tags=["answers"], response_model=CompletionAnswer, responses=STREAMED)
     async def complete(request: Request, body: CompletionBody) -> Response:
         """Continue texts: the whole answer, or a stream of chunks."""
         id = new_id("cmpl")
@@ -217,11 +212,7 @@ def _echoed(request: Request, body: CompletionBody) -> list[str]:
 
 
 async def _answer(
-    body: CompletionBody,
-    id: str,
-    answered: Sequence[AnsweredRequest],
-    pieces: Pieces,
-    echoed: Sequence[str],
+    body: CompletionBody, id: str, answered: Sequence[AnsweredRequest], pieces: Pieces, echoed: Sequence[str]
 ) -> CompletionAnswer:
     choices = []
     for part, one_request in enumerate(answered):
@@ -251,10 +242,7 @@ async def _answer(
 async def _chunks(
     body: CompletionBody, id: str, events: Events, pieces: Pieces, echoed: Sequence[str]
 ) -> AsyncIterator[bytes | None]:
-    fields: dict[str, Any] = {"id": id, "created": now(), "model": body.model}
-    if body.streams_usage:
-        fields["usage"] = None
-    chunk = partial(CompletionAnswer, object="text_completion", **fields)
+    chunk = body.chunk(partial(CompletionAnswer, object="text_completion"), id)
     offsets: dict[int, int] = {}  # characters of each choice so far
     done: list[Done] = []
 

@@ -70,6 +70,10 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """For the OpenAPI document."""
 
 
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **RESPONSES}
+"""Of routes whose answers may be streamed."""
+
+
 class Refusal(NamedTuple):
     """The response to an error."""
 

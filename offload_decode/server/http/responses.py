@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -22,13 +20,16 @@ from offload_decode.server.http.chat import (
     PlainText,
     chat_request,
 )
-from offload_decode.server.http.errors import RESPONSES, known_names
+from offload_decode.server.http.errors import STREAMED, known_names
 from offload_decode.server.http.response_events import Reply, ReplyObject, streamed
 from offload_decode.server.http.streaming import Stream
+from offload_decode.server.prefix_cache import RecentlyUsed
 from offload_decode.server.requests import WrongField
 
 MOST_BYTES = 64 << 20
 """Of the conversations that clients may continue by the id of a response."""
+Conversations = RecentlyUsed[str, str]
+"""Messages, as JSON, by the id of the response that ends them."""
 
 
 class ContentPart(Body):
@@ -96,64 +97,23 @@ class ResponsesBody(AskBody):
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
 
-class Conversations:
-    """Messages by the id of the response that ends them, for clients that continue by it; the least recently
-    used are forgotten first.
-    """
-
-    def __init__(self, most_bytes: int = MOST_BYTES):
-        self.most_bytes = most_bytes
-        self._held: OrderedDict[str, str] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def keep(self, id: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Remember a conversation, if it is not too large by itself."""
-        text = json.dumps(messages)
-        if len(text) > self.most_bytes:
-            return
-        with self._lock:
-            self._held[id] = text
-            self._bytes += len(text)
-            while self._bytes > self.most_bytes:
-                _, oldest = self._held.popitem(last=False)
-                self._bytes -= len(oldest)
-
-    def find(self, id: str) -> list[dict[str, Any]] | None:
-        """The messages up to that response; None where they are not there any more."""
-        with self._lock:
-            text = self._held.get(id)
-            if text is None:
-                return None
-            self._held.move_to_end(id)
-        found: list[dict[str, Any]] = json.loads(text)
-        return found
-
-
 def router() -> APIRouter:
     """The route; the app's `state.service` is asked."""
-    routes, conversations = APIRouter(tags=["answers"]), Conversations()
+    routes, conversations = APIRouter(tags=["answers"]), Conversations(MOST_BYTES, len)
 
-    @routes.post(
-        "/v1/responses",
-        response_model=ReplyObject,
-        responses={200: {"content": {"text/event-stream": {}}}, **RESPONSES},
-    )
+    @routes.post("/v1/responses", response_model=ReplyObject, responses=STREAMED)
     async def respond(request: Request, body: ResponsesBody) -> Response:
         """Answer a conversation: whole, or as a stream of events."""
         messages = [*_before(body, conversations), *_messages(body)]
         if not 0 < len(messages) <= MOST_MESSAGES:
-            raise WrongField(
-                f"input, with what was said before, must be 1 to {MOST_MESSAGES:,} messages: "
-                f"here are {len(messages):,}",
-                "input",
-            )
+            limits = f"must be 1 to {MOST_MESSAGES:,} messages: here are {len(messages):,}"
+            raise WrongField(f"input, with what was said before, {limits}", "input")
         asked = chat_request(service_of(request).settings, _chat_body(body, messages))
         reply = Reply(_echoed(body), body.citations)
 
         def keep() -> None:
             if body.store is not False:
-                conversations.keep(reply.id, [*messages, reply.message()])
+                conversations.keep(reply.id, json.dumps([*messages, reply.message()]))
 
         starts = [partial(service_of(request).chat, asked)]
         if body.stream:
@@ -172,11 +132,10 @@ def _before(body: ResponsesBody, conversations: Conversations) -> list[dict[str,
         return []
     found = conversations.find(body.previous_response_id)
     if found is None:
-        raise WrongField(
-            f"the response {body.previous_response_id!r} is not remembered: send the whole conversation",
-            "previous_response_id",
-        )
-    return found
+        message = f"{body.previous_response_id!r} is not remembered: send the whole conversation"
+        raise WrongField(message, "previous_response_id")
+    messages: list[dict[str, Any]] = json.loads(found)
+    return messages
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -199,9 +158,8 @@ def _message(number: int, item: Item) -> Iterator[dict[str, Any]]:
         case "reasoning":
             pass
         case _:
-            raise WrongField(
-                f"input[{number}] is a {item.type} that lacks what makes one", f"input[{number}]"
-            )
+            place = f"input[{number}]"
+            raise WrongField(f"{place} is a {item.type} that lacks what makes one", place)
 
 
 def _text(content: str | list[ContentPart] | None) -> str:

@@ -46,9 +46,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
             held = file.read(_MOST_KEY_BYTES + 1)
         keys = tuple(line.strip() for line in held.decode().splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the keys in {path} cannot be read: give a text file, a key in each line"
-        ) from error
+        raise ConfigError(f"{path} cannot be read: give a text file, a key in each line") from error
     if not keys or len(held) > _MOST_KEY_BYTES:
         raise ConfigError(f"{path} must hold a key in each line, and no more than 64 KiB")
     return keys

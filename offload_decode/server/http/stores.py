@@ -262,9 +262,7 @@ async def _sent(request: Request, shape: type[Sent]) -> AsyncIterator[tuple[Sent
         asked = await run_sync(lambda: _checked(shape, _parsed(body, None)))
         yield asked, _texts(asked)
     else:
-        raise WrongField(
-            f"send a JSON object, with the header Content-Type: application/json, or a form ({FORM})"
-        )
+        raise WrongField(f"send JSON, with the header Content-Type: application/json, or a form ({FORM})")
 
 
 async def _read(request: Request) -> bytes:
@@ -274,9 +272,7 @@ async def _read(request: Request) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > most:
-            raise TooLarge(
-                f"JSON may have {most:,} bytes here: send the documents as the files of a form ({FORM})"
-            )
+            raise TooLarge(f"JSON may have {most:,} bytes here: send documents as files of a form ({FORM})")
     return bytes(body)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -34,7 +34,7 @@ def listening(app: FastAPI) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def running() -> Iterator[tuple[FastAPI, str]]:
+def running():
     """An open server, one for all tests: starting and stopping one takes longer than most of them."""
     app = create_app(FakeService())
     with listening(app) as address:
@@ -42,7 +42,7 @@ def running() -> Iterator[tuple[FastAPI, str]]:
 
 
 @pytest.fixture
-def service(running: tuple[FastAPI, str]) -> FakeService:
+def service(running):
     """What the open server asks in this test."""
     app, _ = running
     app.state.service = FakeService()
@@ -50,18 +50,18 @@ def service(running: tuple[FastAPI, str]) -> FakeService:
 
 
 @pytest.fixture
-def url(running: tuple[FastAPI, str], service: FakeService) -> str:
+def url(running, service):
     """The address of the open server."""
     return running[1]
 
 
 @pytest.fixture
-def client(url: str) -> OpenAI:
+def client(url):
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., str]]:
+def serve():
     """Starts a server of its own, with what `Access` is given."""
     with ExitStack() as stack:
         yield lambda settings=None, **access: stack.enter_context(

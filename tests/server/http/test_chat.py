@@ -7,15 +7,14 @@ import json
 import httpx
 import openai
 import pytest
-from openai import OpenAI
 
 from offload_decode.server.requests import Busy, Loading, TimedOut, ToolCall, WrongField
-from tests.server.fakes import STORED, FakeService
+from tests.server.fakes import STORED
 
 ASKED = [{"role": "user", "content": "Who wrote it?"}]
 
 
-def test_an_answer_is_openais(client: OpenAI) -> None:
+def test_an_answer_is_openais(client):
     answer = client.chat.completions.create(model="book", messages=ASKED)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "Who wrote it?")
@@ -28,7 +27,7 @@ def test_an_answer_is_openais(client: OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == STORED
 
 
-def test_what_is_asked_for_reaches_the_service(client: OpenAI, service: FakeService) -> None:
+def test_what_is_asked_for_reaches_the_service(client, service):
     client.chat.completions.create(
         model="book",
         messages=ASKED,
@@ -59,7 +58,7 @@ def test_what_is_asked_for_reaches_the_service(client: OpenAI, service: FakeServ
     assert written.grammar == {"json_schema": {"type": "object"}}
 
 
-def test_what_is_not_named_is_the_servers(client: OpenAI, service: FakeService) -> None:
+def test_what_is_not_named_is_the_servers(client, service):
     client.chat.completions.create(model="book", messages=ASKED, stop="x", temperature=None, n=None)
     written = service.tickets[0].asked.generation
     settings = service.settings
@@ -67,7 +66,7 @@ def test_what_is_not_named_is_the_servers(client: OpenAI, service: FakeService) 
     assert (written.top_p, written.stop, written.top_logprobs) == (settings.top_p, ("x",), None)
 
 
-def test_a_stream_is_the_answer_in_chunks(client: OpenAI) -> None:
+def test_a_stream_is_the_answer_in_chunks(client):
     chunks = list(client.chat.completions.create(model="book", messages=ASKED, stream=True, n=2))
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
     for index in range(2):
@@ -78,7 +77,7 @@ def test_a_stream_is_the_answer_in_chunks(client: OpenAI) -> None:
     assert all("usage" not in chunk.to_dict() for chunk in chunks)
 
 
-def test_the_last_chunk_tells_the_usage_where_it_is_asked_for(client: OpenAI) -> None:
+def test_the_last_chunk_tells_the_usage_where_it_is_asked_for(client):
     given = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(model="book", messages=ASKED, stream=True, stream_options=given)
@@ -89,7 +88,7 @@ def test_the_last_chunk_tells_the_usage_where_it_is_asked_for(client: OpenAI) ->
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == STORED
 
 
-def test_a_stream_ends_with_done(url: str) -> None:
+def test_a_stream_ends_with_done(url):
     body = {"model": "book", "messages": ASKED, "stream": True}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -98,7 +97,7 @@ def test_a_stream_ends_with_done(url: str) -> None:
     assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
 
 
-def test_log_probabilities_of_the_tokens_and_of_the_likeliest(client: OpenAI) -> None:
+def test_log_probabilities_of_the_tokens_and_of_the_likeliest(client):
     asked = {"model": "book", "messages": ASKED, "logprobs": True, "top_logprobs": 2}
     answer = client.chat.completions.create(**asked)
     content = answer.choices[0].logprobs.content
@@ -113,7 +112,7 @@ def test_log_probabilities_of_the_tokens_and_of_the_likeliest(client: OpenAI) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_citations_and_cost_come_with_the_answer(client: OpenAI, stream: bool) -> None:
+def test_citations_and_cost_come_with_the_answer(client, stream):
     answer = client.chat.completions.create(
         model="book", messages=ASKED, stream=stream, extra_body={"citations": True}
     )
@@ -124,7 +123,7 @@ def test_citations_and_cost_come_with_the_answer(client: OpenAI, stream: bool) -
     assert last.to_dict()["stats"]["bytes_moved"] == 1000
 
 
-def test_calls_of_tools_come_whole_and_in_order(client: OpenAI, service: FakeService) -> None:
+def test_calls_of_tools_come_whole_and_in_order(client, service):
     service.calls = (ToolCall("c1", "find", '{"name": "Ada"}'), ToolCall("c2", "find", "{}"))
     function = {"name": "find", "parameters": {"type": "object"}}
     asked = {"model": "book", "messages": ASKED, "tools": [{"type": "function", "function": function}]}
@@ -155,9 +154,7 @@ def test_calls_of_tools_come_whole_and_in_order(client: OpenAI, service: FakeSer
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_are_openais(
-    client: OpenAI, service: FakeService, fault: Exception, status: int, raised: type, stream: bool
-) -> None:
+def test_errors_are_openais(client, service, fault, status, raised, stream):
     service.fault = fault
     with pytest.raises(raised) as caught:
         client.chat.completions.create(model="book", messages=ASKED, stream=stream)
@@ -171,24 +168,20 @@ def test_errors_are_openais(
     assert error.param == getattr(fault, "param", None)
 
 
-def test_a_name_that_is_not_there(client: OpenAI) -> None:
+def test_a_name_that_is_not_there(client):
     with pytest.raises(openai.NotFoundError, match="there are book, tiny") as caught:
         client.chat.completions.create(model="nope", messages=ASKED)
     assert caught.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_after_the_first_token_ends_the_answer(
-    client: OpenAI, service: FakeService, stream: bool
-) -> None:
+def test_an_error_after_the_first_token_ends_the_answer(client, service, stream):
     service.late = TimedOut("it took too long")
     with pytest.raises(openai.APIError, match="it took too long"):
         list(client.chat.completions.create(model="book", messages=ASKED, stream=stream))
 
 
-def test_one_that_fails_at_once_has_its_status_though_it_streams(
-    client: OpenAI, service: FakeService
-) -> None:
+def test_one_that_fails_at_once_has_its_status_though_it_streams(client, service):
     service.wait_s = 0.05
     service.early = TimedOut("it waited too long")
     with pytest.raises(openai.InternalServerError) as caught:
@@ -197,9 +190,7 @@ def test_one_that_fails_at_once_has_its_status_though_it_streams(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_cancels_its_request(
-    client: OpenAI, service: FakeService, stream: bool
-) -> None:
+def test_a_client_that_hangs_up_cancels_its_request(client, service, stream):
     service.pace_s = 0.05
     if stream:
         chunks = client.chat.completions.create(model="book", messages=ASKED, stream=True)
@@ -212,16 +203,14 @@ def test_a_client_that_hangs_up_cancels_its_request(
     assert service.tickets[0].over.wait(2)
 
 
-def test_one_that_hangs_up_while_it_waits_is_cancelled_too(client: OpenAI, service: FakeService) -> None:
+def test_one_that_hangs_up_while_it_waits_is_cancelled_too(client, service):
     service.wait_s = 0.3
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(model="book", messages=ASKED, stream=True, timeout=0.05)
     assert service.tickets[0].cancelled.wait(0.2)
 
 
-def test_comments_keep_a_silent_stream_open(
-    url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comments_keep_a_silent_stream_open(url, service, monkeypatch):
     monkeypatch.setattr("offload_decode.server.http.chat.QUIET_S", 0.02)
     monkeypatch.setattr("offload_decode.server.http.answers.QUIET_S", 0.02)
     service.wait_s = 0.1
@@ -232,7 +221,7 @@ def test_comments_keep_a_silent_stream_open(
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-def test_fields_that_are_not_known_are_named_once(client: OpenAI, caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_that_are_not_known_are_named_once(client, caplog):
     caplog.set_level("INFO", "offload_decode.server")
     for _ in range(2):
         client.chat.completions.create(model="book", messages=ASKED, extra_body={"frobnicate\n": 1})
@@ -270,7 +259,7 @@ def test_fields_that_are_not_known_are_named_once(client: OpenAI, caplog: pytest
         ({"deadline": 0}, "deadline"),
     ],
 )
-def test_a_field_that_cannot_be_is_named(url: str, changed: dict, param: str) -> None:
+def test_a_field_that_cannot_be_is_named(url, changed, param):
     answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "book", "messages": ASKED} | changed)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)

@@ -7,13 +7,12 @@ import json
 import httpx
 import openai
 import pytest
-from openai import OpenAI
 
 from offload_decode.server.requests import Busy
-from tests.server.fakes import STORED, FakeService
+from tests.server.fakes import STORED
 
 
-def test_a_text_goes_on(client: OpenAI) -> None:
+def test_a_text_goes_on(client):
     answer = client.completions.create(model="book", prompt="abc")
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.logprobs) == ("cba", "stop", None)
@@ -21,13 +20,13 @@ def test_a_text_goes_on(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc"], [97, 98, 99], [[97, 98, 99]]])
-def test_a_prompt_is_a_text_or_tokens_alone_or_in_a_list(client: OpenAI, prompt: object) -> None:
+def test_a_prompt_is_a_text_or_tokens_alone_or_in_a_list(client, prompt):
     answer = client.completions.create(model="book", prompt=prompt)
     assert [choice.text for choice in answer.choices] == ["cba"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_choices_of_the_first_prompt_come_first(client: OpenAI, stream: bool) -> None:
+def test_the_choices_of_the_first_prompt_come_first(client, stream):
     answer = client.completions.create(model="book", prompt=["ab", "xyz"], n=2, stream=stream)
     texts: dict[int, str] = {}
     for part in answer if stream else [answer]:
@@ -36,7 +35,7 @@ def test_the_choices_of_the_first_prompt_come_first(client: OpenAI, stream: bool
     assert texts == {0: "ba", 1: "ba", 2: "zyx", 3: "zyx"}
 
 
-def test_usage_is_that_of_all_prompts(client: OpenAI) -> None:
+def test_usage_is_that_of_all_prompts(client):
     answer = client.completions.create(model="book", prompt=["ab", "xyz"])
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2 * STORED + 5, 5)
     assert answer.usage.prompt_tokens_details.cached_tokens == 2 * STORED
@@ -47,7 +46,7 @@ def test_usage_is_that_of_all_prompts(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_gives_the_prompt_back_with_its_log_probabilities(client: OpenAI, stream: bool) -> None:
+def test_echo_gives_the_prompt_back_with_its_log_probabilities(client, stream):
     asked = {"model": "book", "prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 1}
     answer = client.completions.create(**asked, stream=stream)
     parts = [part.choices[0] for part in (answer if stream else [answer])]
@@ -60,34 +59,34 @@ def test_echo_gives_the_prompt_back_with_its_log_probabilities(client: OpenAI, s
     assert top == [None, {"b": -0.5, "c": -1.5}, {"c": -0.5, "d": -1.5}, {"c": -0.5, "d": -1.5}]
 
 
-def test_a_prompt_alone_can_be_scored(client: OpenAI) -> None:
+def test_a_prompt_alone_can_be_scored(client):
     answer = client.completions.create(model="book", prompt="abc", echo=True, logprobs=0, max_tokens=0)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == ("abc", "length")
     assert choice.logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -0.5}]
 
 
-def test_sixteen_tokens_where_none_are_named(client: OpenAI, service: FakeService) -> None:
+def test_sixteen_tokens_where_none_are_named(client, service):
     client.completions.create(model="book", prompt="abc")
     assert service.tickets[0].asked.generation.max_tokens == 16
 
 
-def test_a_prompt_that_is_refused_takes_the_others_with_it(client: OpenAI, service: FakeService) -> None:
+def test_a_prompt_that_is_refused_takes_the_others_with_it(client, service):
     taken = service.complete
 
-    def one_only(asked, emit):  # type: ignore[no-untyped-def]
+    def one_only(asked, emit):
         if service.tickets:
             raise Busy("256 requests wait")
         return taken(asked, emit)
 
     service.pace_s = 0.5
-    service.complete = one_only  # type: ignore[method-assign]
+    service.complete = one_only
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model="book", prompt=["abc", "def"])
     assert service.tickets[0].cancelled.wait(1)
 
 
-def test_what_it_sends_is_what_openai_sends(url: str) -> None:
+def test_what_it_sends_is_what_openai_sends(url):
     body = {"model": "book", "prompt": "ab", "stream": True}
     events = httpx.post(f"{url}/v1/completions", json=body).text.split("\n\n")
     first = json.loads(events[0].removeprefix("data: "))
@@ -111,7 +110,7 @@ def test_what_it_sends_is_what_openai_sends(url: str) -> None:
         ({"prompt": ["a", "b"], "citations": True}, "citations"),
     ],
 )
-def test_a_field_that_cannot_be_is_named(url: str, changed: dict[str, object], param: str) -> None:
+def test_a_field_that_cannot_be_is_named(url, changed, param):
     answer = httpx.post(f"{url}/v1/completions", json={"model": "book", "prompt": "a"} | changed)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)

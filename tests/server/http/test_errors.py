@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,12 +37,12 @@ class LoadedModels:
 
 
 @pytest.fixture
-def service() -> Any:
+def service():
     return SimpleNamespace(metrics=Metrics(), loaded_models=LoadedModels())
 
 
 @pytest.fixture
-def client(service: Any) -> TestClient:
+def client(service):
     app = FastAPI()
     app.state.service = service
     app.include_router(errors.router())
@@ -61,7 +60,7 @@ def client(service: Any) -> TestClient:
 
 
 @pytest.fixture
-def lines() -> Iterator[io.StringIO]:
+def lines():
     root, out = logging.getLogger(), io.StringIO()
     handlers, level = list(root.handlers), root.level
     metrics.configure("json", out)
@@ -69,21 +68,18 @@ def lines() -> Iterator[io.StringIO]:
     root.handlers[:], root.level = handlers, level
 
 
-def test_health_is_503_until_the_first_model_is_there(client: TestClient, service: Any) -> None:
+def test_health_is_503_until_the_first_model_is_there(client, service):
     assert client.get("/health").status_code == 200
     service.loaded_models.busy = True
     loading = client.get("/health")
     assert (loading.status_code, loading.json()["status"]) == (503, "loading")
     service.loaded_models.ready = ["demo"]
     ready = client.get("/health")
-    assert (ready.status_code, ready.json()) == (
-        200,
-        {"status": "ok", "models_loaded": 1, "stores_open": 1},
-    )
+    assert (ready.status_code, ready.json()) == (200, {"status": "ok", "models_loaded": 1, "stores_open": 1})
     assert "secret" not in ready.text
 
 
-def test_metrics_are_what_prometheus_reads(client: TestClient, service: Any) -> None:
+def test_metrics_are_what_prometheus_reads(client, service):
     service.metrics.watch("book")
     told = client.get("/metrics")
     assert told.headers["content-type"].startswith("text/plain; version=")
@@ -91,7 +87,7 @@ def test_metrics_are_what_prometheus_reads(client: TestClient, service: Any) -> 
     assert "offload_decode:num_requests_waiting" in names
 
 
-def test_an_id_comes_back(client: TestClient) -> None:
+def test_an_id_comes_back(client):
     assert client.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     first, second = (client.get("/health").headers["x-request-id"] for _ in range(2))
     assert first != second
@@ -99,13 +95,13 @@ def test_an_id_comes_back(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "é", '"', ""])
-def test_an_id_that_is_no_plain_one_is_replaced(client: TestClient, given: str) -> None:
+def test_an_id_that_is_no_plain_one_is_replaced(client, given):
     told = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
     assert told.headers["x-request-id"] != given
     assert told.headers["x-request-id"].isalnum()
 
 
-def test_every_request_has_one_line(client: TestClient, lines: io.StringIO) -> None:
+def test_every_request_has_one_line(client, lines):
     client.get("/books/one?secret=1", headers={"X-Request-Id": "r1"})
     (line,) = map(json.loads, lines.getvalue().splitlines())
     said = {name: line[name] for name in ("request_id", "method", "route", "status", "model")}
@@ -119,25 +115,25 @@ def test_every_request_has_one_line(client: TestClient, lines: io.StringIO) -> N
     assert "secret" not in lines.getvalue()
 
 
-def test_failures_are_logged_with_their_status(client: TestClient, lines: io.StringIO) -> None:
+def test_failures_are_logged_with_their_status(client, lines):
     client.get("/nowhere")
     client.get("/broken")
     seen = [json.loads(text) for text in lines.getvalue().splitlines()]
     assert [line["status"] for line in seen if line["message"] == "request"] == [404, 500]
 
 
-def test_whoever_looks_after_the_server_fills_no_log(client: TestClient, lines: io.StringIO) -> None:
+def test_whoever_looks_after_the_server_fills_no_log(client, lines):
     client.get("/health")
     client.get("/metrics")
     assert not lines.getvalue()
 
 
-def test_a_client_that_left_early_is_logged_as_such(lines: io.StringIO) -> None:
+def test_a_client_that_left_early_is_logged_as_such(lines):
     async def gone(scope: Any, receive: Any, send: Any) -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(
             errors.RequestLog(gone)({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)
-        )  # type: ignore[arg-type]
+        )
     assert json.loads(lines.getvalue())["status"] == errors.HUNG_UP

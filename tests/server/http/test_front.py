@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
@@ -76,12 +76,12 @@ class MadeUp:
 
 
 @pytest.fixture
-def replicas() -> MadeUp:
+def replicas():
     return MadeUp()
 
 
 @pytest.fixture
-def client(replicas: MadeUp) -> TestClient:
+def client(replicas):
     return TestClient(create_front(replicas, Access(), 1000), raise_server_exceptions=False)
 
 
@@ -89,9 +89,7 @@ def chat(client: TestClient, **more: Any) -> httpx.Response:
     return client.post("/v1/chat/completions", json={"model": "book", **more})
 
 
-def test_a_request_goes_where_its_name_says_and_comes_back_whole(
-    client: TestClient, replicas: MadeUp
-) -> None:
+def test_a_request_goes_where_its_name_says_and_comes_back_whole(client, replicas):
     answered = chat(client)
     assert (answered.status_code, answered.text) == (200, "".join(CHUNKS))
     assert answered.headers["content-type"].startswith("text/event-stream")
@@ -105,9 +103,7 @@ def test_a_request_goes_where_its_name_says_and_comes_back_whole(
 
 
 @pytest.mark.parametrize(("messages", "comments"), [(0, 0), (1, 0), (2, 1), (3, 2)])
-def test_a_replica_that_is_lost_before_an_answer_began_loses_no_request(
-    client: TestClient, replicas: MadeUp, messages: int, comments: int
-) -> None:
+def test_a_replica_that_is_lost_before_an_answer_began_loses_no_request(client, replicas, messages, comments):
     replicas.losses = [messages] * (TRIES - 1)
     answered = chat(client, comments=comments)
     assert answered.status_code == 200
@@ -115,33 +111,33 @@ def test_a_replica_that_is_lost_before_an_answer_began_loses_no_request(
     assert replicas.asked == ["book"] * TRIES
 
 
-def test_half_an_answer_is_not_taken_for_a_whole_one(base: str, replicas: MadeUp) -> None:
+def test_half_an_answer_is_not_taken_for_a_whole_one(base, replicas):
     replicas.losses = [2]
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.post(f"{base}/v1/chat/completions", json={"model": "book"})
     assert replicas.asked == ["book"]
 
 
-def test_tries_end(client: TestClient, replicas: MadeUp) -> None:
+def test_tries_end(client, replicas):
     replicas.losses = [0] * 100
     answered = chat(client)
     assert (answered.status_code, answered.json()["error"]["code"]) == (429, "busy")
     assert len(replicas.asked) == TRIES
 
 
-def test_what_may_have_been_done_is_not_done_again(client: TestClient, replicas: MadeUp) -> None:
+def test_what_may_have_been_done_is_not_done_again(client, replicas):
     replicas.losses = [0] * 100
     assert client.post(STORES, json={}).status_code == 429
     assert len(replicas.asked) == 1
 
 
-def test_full_replicas_refuse(client: TestClient, replicas: MadeUp) -> None:
+def test_full_replicas_refuse(client, replicas):
     replicas.full = True
     answered = chat(client)
     assert (answered.status_code, answered.headers["retry-after"]) == (429, "1")
 
 
-def test_keys_and_limits_hold_in_front(replicas: MadeUp) -> None:
+def test_keys_and_limits_hold_in_front(replicas):
     client = TestClient(create_front(replicas, Access(keys=("secret",)), 1000))
     assert chat(client).status_code == 401
     client.headers["Authorization"] = "Bearer secret"
@@ -151,7 +147,7 @@ def test_keys_and_limits_hold_in_front(replicas: MadeUp) -> None:
     assert replicas.asked == ["book"]
 
 
-def test_origins_that_may_ask_are_known_in_front_alone(replicas: MadeUp) -> None:
+def test_origins_that_may_ask_are_known_in_front_alone(replicas):
     guard(replicas.app, Access(), 1000, 1000)  # as of every server
     client = TestClient(create_front(replicas, Access(origins=("https://chat.example",)), 1000))
     for origin, status in (("https://chat.example", 200), ("https://other.example", 403)):
@@ -159,13 +155,13 @@ def test_origins_that_may_ask_are_known_in_front_alone(replicas: MadeUp) -> None
         assert chat(client).status_code == status
 
 
-def test_a_name_that_is_too_long_is_looked_for_nowhere(client: TestClient, replicas: MadeUp) -> None:
+def test_a_name_that_is_too_long_is_looked_for_nowhere(client, replicas):
     client.post("/v1/chat/completions", json={"model": "x" * 513})
     assert replicas.asked == [""]
 
 
 @pytest.fixture
-def base(replicas: MadeUp) -> Iterator[str]:
+def base(replicas):
     front = create_front(replicas, Access(), 1000)
     server = uvicorn.Server(uvicorn.Config(front, port=0, log_config=None))
     thread = threading.Thread(target=server.run)
@@ -178,7 +174,7 @@ def base(replicas: MadeUp) -> Iterator[str]:
     thread.join()
 
 
-def test_a_client_that_hangs_up_is_dropped_by_its_replica(base: str, replicas: MadeUp) -> None:
+def test_a_client_that_hangs_up_is_dropped_by_its_replica(base, replicas):
     body = {"model": "book", "pause": 30}
     with httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
         assert next(answer.iter_lines()) == "data: one"
@@ -188,7 +184,7 @@ def test_a_client_that_hangs_up_is_dropped_by_its_replica(base: str, replicas: M
     assert replicas.left == ["book"]
 
 
-def test_pieces_arrive_as_they_are_written(base: str) -> None:
+def test_pieces_arrive_as_they_are_written(base):
     body = {"model": "book", "pause": 0.2}
     with httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
         times = [time.monotonic() for line in answer.iter_lines() if line]

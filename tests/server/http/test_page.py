@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.resources import files
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from offload_decode.server.requests import Loading, TimedOut, WrongField
-from tests.server.fakes import STORED, FakeService
+from tests.server.fakes import STORED
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
@@ -27,7 +27,7 @@ PHONE = {"width": 360, "height": 740}
 expect.set_options(timeout=20_000)
 
 
-def test_the_page_needs_nothing_from_elsewhere(url: str) -> None:
+def test_the_page_needs_nothing_from_elsewhere(url):
     page = httpx.get(f"{url}/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -44,7 +44,7 @@ def test_the_page_needs_nothing_from_elsewhere(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
     with sync_playwright() as playwright:
@@ -54,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
+def opened(browser):
     """Opens an address in a profile of its own; what goes wrong in the page fails the test."""
     context = browser.new_context()
     faults: list[str] = []
@@ -79,7 +79,7 @@ def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 @pytest.fixture
-def page(opened: Callable[..., Page], url: str) -> Page:
+def page(opened, url):
     page = opened(url)
     expect(page.get_by_label("Corpus")).to_have_value("book")
     return page
@@ -95,7 +95,7 @@ def _ask(page: Page, question: str) -> Locator:
     return turn
 
 
-def test_an_answer_says_what_it_attended_to_and_what_it_cost(page: Page, service: FakeService) -> None:
+def test_an_answer_says_what_it_attended_to_and_what_it_cost(page, service):
     expect(page.locator("#about")).to_have_text("1 document · 100 tokens · answered by tiny")
     service.pace_s = 0.005
     turn = _ask(page, ASKED)
@@ -109,7 +109,7 @@ def test_an_answer_says_what_it_attended_to_and_what_it_cost(page: Page, service
     assert service.tickets[0].asked.cite
 
 
-def test_a_conversation_goes_on_until_a_new_one_begins(page: Page, service: FakeService) -> None:
+def test_a_conversation_goes_on_until_a_new_one_begins(page, service):
     _ask(page, "one")
     _ask(page, "two")
     told = [(each["role"], each["content"]) for each in service.tickets[1].asked.messages]
@@ -120,7 +120,7 @@ def test_a_conversation_goes_on_until_a_new_one_begins(page: Page, service: Fake
     assert len(service.tickets[2].asked.messages) == 1
 
 
-def test_a_model_without_a_corpus_cites_nothing(page: Page, service: FakeService) -> None:
+def test_a_model_without_a_corpus_cites_nothing(page, service):
     page.get_by_label("Corpus").select_option("tiny")
     page.get_by_text("Settings").click()
     page.get_by_label("Most tokens").fill("3")
@@ -138,7 +138,7 @@ def test_a_model_without_a_corpus_cites_nothing(page: Page, service: FakeService
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
-def test_an_answer_is_stopped(page: Page, service: FakeService, by: str) -> None:
+def test_an_answer_is_stopped(page, service, by):
     service.pace_s = 0.1
     page.get_by_role("textbox", name="Question").fill("on and on " * 40)
     page.keyboard.press("Enter")
@@ -152,7 +152,7 @@ def test_an_answer_is_stopped(page: Page, service: FakeService, by: str) -> None
     assert service.tickets[0].cancelled.wait(10)
 
 
-def test_the_keyboard_is_enough(page: Page) -> None:
+def test_the_keyboard_is_enough(page):
     question = page.get_by_role("textbox", name="Question")
     expect(question).to_be_focused()
     page.keyboard.type("a line")
@@ -174,7 +174,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     expect(question).to_be_focused()
 
 
-def test_a_screen_reader_is_told_sentence_by_sentence(page: Page) -> None:
+def test_a_screen_reader_is_told_sentence_by_sentence(page):
     _ask(page, ASKED)
     said = page.get_by_role("log").get_by_role("paragraph")
     expect(said).to_have_text(
@@ -187,14 +187,14 @@ def test_a_screen_reader_is_told_sentence_by_sentence(page: Page) -> None:
     )
 
 
-def test_what_people_and_models_write_is_text(page: Page) -> None:
+def test_what_people_and_models_write_is_text(page):
     written = "<img src=x onerror=alert(1)> <b>bold</b>"
     turn = _ask(page, written)
     expect(turn.locator(".text")).to_have_text(written)
     expect(page.locator("main img, main b")).to_have_count(0)
 
 
-def test_errors_are_sentences_and_the_question_is_not_lost(page: Page, service: FakeService) -> None:
+def test_errors_are_sentences_and_the_question_is_not_lost(page, service):
     service.fault = WrongField("the budget is no number", "options")
     question = page.get_by_role("textbox", name="Question")
     question.fill("one")
@@ -206,7 +206,7 @@ def test_errors_are_sentences_and_the_question_is_not_lost(page: Page, service: 
     expect(page.locator(".turn").last).to_contain_text("The deadline has passed.")
 
 
-def test_a_server_that_is_loading_is_asked_again(page: Page, service: FakeService) -> None:
+def test_a_server_that_is_loading_is_asked_again(page, service):
     service.fault = Loading("tiny is being loaded", retry_s=1)
     page.get_by_role("textbox", name="Question").fill("one")
     page.keyboard.press("Enter")
@@ -215,7 +215,7 @@ def test_a_server_that_is_loading_is_asked_again(page: Page, service: FakeServic
     expect(page.locator(".text")).to_have_text("one")
 
 
-def test_stores_that_are_being_made_are_shown(opened: Callable[..., Page], url: str) -> None:
+def test_stores_that_are_being_made_are_shown(opened, url):
     job = {"id": "a", "kind": "prefill", "store": "minutes", "status": "running", "error": None}
     job["progress"] = {"stage": "prefill", "done": 30, "total": 120, "seconds_left": 200}
 
@@ -230,7 +230,7 @@ def test_stores_that_are_being_made_are_shown(opened: Callable[..., Page], url: 
     expect(page.locator("#jobs")).to_be_hidden()
 
 
-def test_a_key_is_asked_for(opened: Callable[..., Page], serve: Callable[..., str]) -> None:
+def test_a_key_is_asked_for(opened, serve):
     page = opened(serve(keys=("secret",)))
     dialog = page.get_by_role("dialog", name="This server asks for a key")
     dialog.get_by_label("Key").fill("wrong")
@@ -244,13 +244,13 @@ def test_a_key_is_asked_for(opened: Callable[..., Page], serve: Callable[..., st
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_stands_in_the_way_of_anybody(page: Page, scheme: str) -> None:
-    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+def test_nothing_stands_in_the_way_of_anybody(page, scheme):
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     _ask(page, "one")
     _ask(page, "two")
     page.get_by_text("Settings").click()
     for size in ({"width": 1280, "height": 800}, PHONE):
-        page.set_viewport_size(size)  # type: ignore[arg-type]
+        page.set_viewport_size(size)
         found = Axe().run(page)
         assert not found.violations_count, found.generate_report()
         assert page.evaluate("document.documentElement.scrollWidth") == size["width"]

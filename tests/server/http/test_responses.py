@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import openai
 import pytest
-from openai import OpenAI
 
 from offload_decode.server.http.responses import Conversations
 from offload_decode.server.requests import TimedOut, ToolCall
-from tests.server.fakes import STORED, FakeService
+from tests.server.fakes import STORED
 
 
-def test_an_answer(client: OpenAI) -> None:
+def test_an_answer(client):
     answer = client.responses.create(model="book", input="Who wrote it?", instructions="Be short.")
     assert (answer.output_text, answer.status, answer.error) == ("Who wrote it?", "completed", None)
     assert (answer.instructions, answer.model) == ("Be short.", "book")
@@ -19,7 +18,7 @@ def test_an_answer(client: OpenAI) -> None:
     assert answer.usage.input_tokens_details.cached_tokens == STORED
 
 
-def test_items_are_the_messages_of_a_chat(client: OpenAI, service: FakeService) -> None:
+def test_items_are_the_messages_of_a_chat(client, service):
     client.responses.create(
         model="book",
         instructions="Be short.",
@@ -48,13 +47,13 @@ def test_items_are_the_messages_of_a_chat(client: OpenAI, service: FakeService) 
     assert asked.generation.grammar == {"json_schema": {"type": "object"}}
 
 
-def test_one_that_is_cut_is_incomplete(client: OpenAI) -> None:
+def test_one_that_is_cut_is_incomplete(client):
     answer = client.responses.create(model="book", input="Who wrote it?", max_output_tokens=3)
     assert (answer.output_text, answer.status) == ("Who", "incomplete")
     assert answer.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_stream_tells_of_the_answer_as_it_grows(client: OpenAI) -> None:
+def test_a_stream_tells_of_the_answer_as_it_grows(client):
     events = list(client.responses.create(model="book", input="Who?", stream=True))
     assert [event.type for event in events] == [
         "response.created",
@@ -76,7 +75,7 @@ def test_a_stream_tells_of_the_answer_as_it_grows(client: OpenAI) -> None:
         assert stream.get_final_response().output_text == "Who?"
 
 
-def test_calls_of_tools_are_items_of_their_own(client: OpenAI, service: FakeService) -> None:
+def test_calls_of_tools_are_items_of_their_own(client, service):
     service.calls = (ToolCall("c1", "find", '{"name": "Ada"}'),)
     tool = {"type": "function", "name": "find", "parameters": {"type": "object"}}
     asked = {
@@ -112,14 +111,14 @@ def test_calls_of_tools_are_items_of_their_own(client: OpenAI, service: FakeServ
     assert (before["content"], before["tool_calls"][0]["id"]) == ("Hm", "c1")
 
 
-def test_one_that_fails_says_so_in_its_stream(client: OpenAI, service: FakeService) -> None:
+def test_one_that_fails_says_so_in_its_stream(client, service):
     service.late = TimedOut("it took too long")
     last = list(client.responses.create(model="book", input="Who?", stream=True))[-1]
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.message == "it took too long"
 
 
-def test_a_conversation_goes_on_from_its_last_response(client: OpenAI, service: FakeService) -> None:
+def test_a_conversation_goes_on_from_its_last_response(client, service):
     first = client.responses.create(model="book", input="Who?", instructions="Be short.")
     client.responses.create(model="book", input="And when?", previous_response_id=first.id)
     assert [(one["role"], one["content"]) for one in service.tickets[1].asked.messages] == [
@@ -134,25 +133,25 @@ def test_a_conversation_goes_on_from_its_last_response(client: OpenAI, service: 
         assert caught.value.param == "previous_response_id"
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    remembered = Conversations(100)
-    message = {"role": "user", "content": "x" * 10}
+def test_what_is_remembered_is_bounded():
+    remembered = Conversations(100, len)
     for id in ("a", "b"):
-        remembered.keep(id, [message])
-    assert remembered.find("a") == [message]
-    remembered.keep("c", [message])
+        remembered.keep(id, "x" * 40)
+    assert remembered.find("a") == "x" * 40
+    remembered.keep("c", "x" * 40)
     assert remembered.find("b") is None  # the one that was not asked for
-    remembered.keep("d", [message] * 10)
-    assert (remembered.find("d"), remembered.find("a")) == (None, [message])
+    remembered.keep("d", "x" * 101)
+    remembered.keep("c", "x" * 50)
+    assert (remembered.find("d"), remembered.find("a")) == (None, "x" * 40)
 
 
-def test_an_item_that_is_none_is_named(client: OpenAI) -> None:
+def test_an_item_that_is_none_is_named(client):
     for item in ({"type": "function_call", "call_id": "c1"}, {"type": "message", "content": "x"}):
         with pytest.raises(openai.BadRequestError, match="input\\[0\\]"):
             client.responses.create(model="book", input=[item])
 
 
-def test_there_must_be_a_message(client: OpenAI) -> None:
+def test_there_must_be_a_message(client):
     with pytest.raises(openai.BadRequestError, match="must be 1 to 4,096 messages") as caught:
         client.responses.create(model="book", input=[{"type": "reasoning", "id": "r", "summary": []}])
     assert caught.value.param == "input"

@@ -18,7 +18,7 @@ UNTOLD = [positive_data_acceptance]
 QUICK = settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
 
 
-def test_the_document_names_every_route_that_clients_use() -> None:
+def test_the_document_names_every_route_that_clients_use():
     named = {operation.ok().label for operation in schema.get_all_operations()}
     assert named >= {
         "GET /health",
@@ -42,12 +42,12 @@ def map_body(context: object, body: Any) -> Any:
 
 @schema.parametrize()
 @QUICK
-def test_requests_are_answered_as_the_document_says(case: schemathesis.Case) -> None:
+def test_requests_are_answered_as_the_document_says(case):
     case.call_and_validate(excluded_checks=UNTOLD)
 
 
 @pytest.mark.slow
 @schema.parametrize()
 @settings(QUICK, max_examples=300)
-def test_many_requests_are_answered_as_the_document_says(case: schemathesis.Case) -> None:
+def test_many_requests_are_answered_as_the_document_says(case):
     case.call_and_validate(excluded_checks=UNTOLD)

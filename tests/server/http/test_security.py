@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import openai
@@ -14,12 +13,11 @@ from openai import OpenAI
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.server.http.security import LOOPBACK, read_keys
 from offload_decode.server.requests import Settings
-from tests.server.fakes import FakeService
 
 MODELS = "/v1/models"
 
 
-def test_a_key_opens(serve: Callable[..., str]) -> None:
+def test_a_key_opens(serve):
     url = serve(keys=("sesame", "schlüssel"))
     for key in ("sesame", "schlüssel"):
         header = f"Bearer {key}".encode()
@@ -31,14 +29,14 @@ def test_a_key_opens(serve: Callable[..., str]) -> None:
         OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
 
 
-def test_without_one_nothing_is_told_but_that_it_runs(serve: Callable[..., str]) -> None:
+def test_without_one_nothing_is_told_but_that_it_runs(serve):
     url = serve(keys=("sesame",))
     assert httpx.get(f"{url}/health").status_code in (200, 503)
     for path in (MODELS, "/metrics", "/openapi.json", "/tokenizer_info", "/no/such"):
         assert httpx.get(url + path).status_code == 401
 
 
-def test_keys_of_a_file(tmp_path: Path) -> None:
+def test_keys_of_a_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")
     assert read_keys(file) == ("one", "two")
@@ -50,7 +48,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
         read_keys(tmp_path / "none")
 
 
-def test_a_body_is_read_up_to_a_limit(serve: Callable[..., str]) -> None:
+def test_a_body_is_read_up_to_a_limit(serve):
     url = serve(Settings(max_body=1000))
     body = {"model": "book", "prompt": "a" * 900}
     assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
@@ -67,7 +65,7 @@ def test_a_body_is_read_up_to_a_limit(serve: Callable[..., str]) -> None:
         assert "1,000 bytes" in answer.json()["error"]["message"]
 
 
-def test_only_names_of_loopback_where_there_is_no_key(serve: Callable[..., str]) -> None:
+def test_only_names_of_loopback_where_there_is_no_key(serve):
     url = serve(hosts=LOOPBACK)
     for name in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"):
         assert httpx.get(url + MODELS, headers={"Host": name}).status_code == 200
@@ -75,7 +73,7 @@ def test_only_names_of_loopback_where_there_is_no_key(serve: Callable[..., str])
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host")
 
 
-def test_pages_of_other_origins_are_kept_out(url: str) -> None:
+def test_pages_of_other_origins_are_kept_out(url):
     body = {"model": "book", "prompt": "a"}
     own = httpx.post(f"{url}/v1/completions", json=body, headers={"Origin": url})
     assert own.status_code == 200
@@ -85,7 +83,7 @@ def test_pages_of_other_origins_are_kept_out(url: str) -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
-def test_pages_of_origins_that_were_let_in_may_ask(serve: Callable[..., str]) -> None:
+def test_pages_of_origins_that_were_let_in_may_ask(serve):
     url, origin = serve(origins=("https://chat.example",), keys=("sesame",)), "https://chat.example"
     before = {"Origin": origin, "Access-Control-Request-Method": "POST"}
     allowed = httpx.options(f"{url}/v1/completions", headers=before)
@@ -97,7 +95,7 @@ def test_pages_of_origins_that_were_let_in_may_ask(serve: Callable[..., str]) ->
     assert httpx.post(f"{url}/v1/completions", json=body, headers=given).status_code == 200
 
 
-def test_errors_of_the_wire_have_openais_shape(url: str) -> None:
+def test_errors_of_the_wire_have_openais_shape(url):
     given = {"Content-Type": "application/json"}
     chat = f"{url}/v1/chat/completions"
     answers = {
@@ -105,16 +103,16 @@ def test_errors_of_the_wire_have_openais_shape(url: str) -> None:
         405: httpx.get(chat),
         400: httpx.post(chat, content=b"{", headers=given),
     }
-    answers[400.1] = httpx.post(chat, content=b"{}")  # type: ignore[index]  # no JSON, by its header
-    answers[400.2] = httpx.post(chat, content=b"[" * 50_000, headers=given)  # type: ignore[index]
-    answers[400.3] = httpx.post(chat, content=b'{"model": "\\ud800"}', headers=given)  # type: ignore[index]
+    answers[400.1] = httpx.post(chat, content=b"{}")  # no JSON, by its header
+    answers[400.2] = httpx.post(chat, content=b"[" * 50_000, headers=given)
+    answers[400.3] = httpx.post(chat, content=b'{"model": "\\ud800"}', headers=given)
     for status, answer in answers.items():
         assert answer.status_code == int(status)
         assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
     assert answers[405].headers["allow"] == "POST"
 
 
-def test_of_a_long_list_one_wrong_member_is_told(url: str) -> None:
+def test_of_a_long_list_one_wrong_member_is_told(url):
     wrong = {
         "completions": {"prompt": [0.5] * 20_000},
         "chat/completions": {"messages": [{"role": "user", "content": [{}] * 20_000}]},
@@ -129,9 +127,7 @@ def test_of_a_long_list_one_wrong_member_is_told(url: str) -> None:
         assert most < 10e6  # a kilobyte for each would be 20 MB
 
 
-def test_no_path_of_the_server_is_told(
-    url: str, service: FakeService, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_path_of_the_server_is_told(url, service, caplog):
     service.fault = StoreDamaged(
         "/srv/stores/book.kv: the file '/srv/stores/book.kv/c/0/0' or ../x/secret.bin (of /srv/models/tiny, "
         "see https://example.org/a/b) is cut off"

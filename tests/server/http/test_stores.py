@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,14 +29,14 @@ PAGE = b"<p>Hello</p>"
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def shelf(tmp_path):
     (tmp_path / "shelf").mkdir()
     make_store(tmp_path / "shelf" / "book.kv")
     return tmp_path / "shelf"
 
 
 @pytest.fixture
-def opened(shelf: Path) -> Iterator[Callable[..., TestClient]]:
+def opened(shelf):
     """Starts an app over the shelf; what it is given goes into its settings."""
     running: list[tuple[Catalog, Jobs]] = []
 
@@ -49,7 +47,7 @@ def opened(shelf: Path) -> Iterator[Callable[..., TestClient]]:
         service = SimpleNamespace(
             catalog=catalog, jobs=jobs, settings=Settings(**settings), metrics=Metrics(), close=lambda: None
         )
-        return TestClient(create_app(service), raise_server_exceptions=False)  # type: ignore[arg-type]
+        return TestClient(create_app(service), raise_server_exceptions=False)
 
     yield start
     for catalog, jobs in running:
@@ -58,7 +56,7 @@ def opened(shelf: Path) -> Iterator[Callable[..., TestClient]]:
 
 
 @pytest.fixture
-def client(opened: Callable[..., TestClient]) -> TestClient:
+def client(opened):
     return opened()
 
 
@@ -67,15 +65,15 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert "/shelf" not in response.text
-    return response.json()["error"]  # type: ignore[no-any-return]
+    return response.json()["error"]
 
 
 def ended(client: TestClient, job: dict[str, Any]) -> dict[str, Any]:
     until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] not in ("queued", "running"))
-    return client.get(f"/v1/jobs/{job['id']}").json()  # type: ignore[no-any-return]
+    return client.get(f"/v1/jobs/{job['id']}").json()
 
 
-def test_stores_are_listed_and_told_of(client: TestClient, shelf: Path) -> None:
+def test_stores_are_listed_and_told_of(client, shelf):
     stored = KVStore.open(shelf / "book.kv")
     listed = client.get("/v1/stores").json()
     assert [one["id"] for one in listed["data"]] == ["book"]
@@ -102,7 +100,7 @@ def test_stores_are_listed_and_told_of(client: TestClient, shelf: Path) -> None:
         assert client.get(f"/v1/stores/{name}").status_code in (400, 404)
 
 
-def test_a_store_is_made_of_texts(client: TestClient, shelf: Path, says: Callable[..., None]) -> None:
+def test_a_store_is_made_of_texts(client, shelf, says):
     says([HALF, WAIT])
     texts = [{"name": "one", "text": "Hello"}, {"name": "ü/two", "text": "World"}]
     asked = {"name": "new", "documents": texts, "kv": "int8", "options": {"chunk": 64}, "index": False}
@@ -114,7 +112,7 @@ def test_a_store_is_made_of_texts(client: TestClient, shelf: Path, says: Callabl
     now = client.get(f"/v1/jobs/{job['id']}").json()
     assert now["status"] == "running"
     assert now["progress"] | {"seconds_left": None} == HALF | {"seconds_left": None}
-    jobs: Jobs = client.app.state.service.jobs  # type: ignore[attr-defined]
+    jobs: Jobs = client.app.state.service.jobs
     kept = jobs.job(job["id"])
     assert (kept.work.kv, kept.work.options, kept.work.index) == ("int8", {"chunk": 64}, False)
     assert (kept.work.model, kept.work.dtype) == ("test/model", "float32")
@@ -124,7 +122,7 @@ def test_a_store_is_made_of_texts(client: TestClient, shelf: Path, says: Callabl
     assert [one["id"] for one in client.get("/v1/jobs").json()["data"]] == [job["id"]]
 
 
-def test_a_store_is_made_of_files(client: TestClient, shelf: Path, says: Callable[..., None]) -> None:
+def test_a_store_is_made_of_files(client, shelf, says):
     says([DONE])
     files = [("file", ("../../page.html", PAGE)), ("file", ("b.bin", b"\xff\xfe" * 2_000_000))]
     fields = {"name": "new", "options": '{"chunk": 64}', "index": "false", "text": "and this"}
@@ -132,16 +130,16 @@ def test_a_store_is_made_of_files(client: TestClient, shelf: Path, says: Callabl
     assert made.status_code == 202, made.text
     done = ended(client, made.json())
     assert (done["status"], done["result"], done["documents"]) == ("done", {"n_tokens": 7}, 3)
-    kept = client.app.state.service.jobs.job(done["id"])  # type: ignore[attr-defined]
+    kept = client.app.state.service.jobs.job(done["id"])
     assert kept.documents == (Stated("new", True), Stated("../../page.html", False), Stated("b.bin", False))
     assert (kept.work.options, kept.work.index) == ({"chunk": 64}, False)
     assert sorted(path.name for path in shelf.iterdir()) == [".jobs", "book.kv"]
 
 
-def test_documents_are_appended(client: TestClient, says: Callable[..., None]) -> None:
+def test_documents_are_appended(client, says):
     says([DONE])
     for how in ({"json": {"documents": [{"name": "a", "text": "b"}]}}, {"files": {"f": ("a.html", PAGE)}}):
-        made = client.post("/v1/stores/book/append", **how)  # type: ignore[arg-type]
+        made = client.post("/v1/stores/book/append", **how)
         assert made.status_code == 202, made.text
         assert (made.json()["kind"], made.json()["store"]) == ("append", "book")
         assert ended(client, made.json())["status"] == "done"
@@ -149,9 +147,7 @@ def test_documents_are_appended(client: TestClient, says: Callable[..., None]) -
     assert error(client.post("/v1/stores/book/append", json={}), 400)["param"] == "documents"
 
 
-def test_a_job_says_why_it_failed_without_paths(
-    client: TestClient, shelf: Path, says: Callable[..., None]
-) -> None:
+def test_a_job_says_why_it_failed_without_paths(client, shelf, says):
     says([{"error": f"{shelf}/new.kv.partial cannot be written (No space left on device)"}], [DONE])
     made = client.post("/v1/stores", json={"name": "new", "text": "Hello"}).json()
     failed = ended(client, made)
@@ -165,9 +161,7 @@ def test_a_job_says_why_it_failed_without_paths(
         error(client.request(method, f"/v1/jobs/job-0{way}"), 404)
 
 
-def test_who_waits_for_a_store_to_be_deleted_keeps_no_other_waiting(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_a_store_to_be_deleted_keeps_no_other_waiting(client, monkeypatch):
     done = threading.Event()
     monkeypatch.setattr(Jobs, "delete", lambda self, name: done.wait(60))
     with client, ThreadPoolExecutor(60) as pool:
@@ -179,7 +173,7 @@ def test_who_waits_for_a_store_to_be_deleted_keeps_no_other_waiting(
         assert {one.result().status_code for one in waiting} == {200}
 
 
-def test_a_store_is_deleted(client: TestClient, shelf: Path) -> None:
+def test_a_store_is_deleted(client, shelf):
     gone = client.delete("/v1/stores/book")
     assert gone.json() == {"id": "book", "object": "store", "deleted": True}
     assert list(shelf.iterdir()) == []
@@ -216,9 +210,7 @@ def test_a_store_is_deleted(client: TestClient, shelf: Path) -> None:
         ({"data": {"name": "x"}, "files": {"file": ("a", b"b" * 50_000)}}, 413, None),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made_is_refused(
-    opened: Callable[..., TestClient], shelf: Path, sent: dict[str, Any], status: int, param: str | None
-) -> None:
+def test_what_cannot_be_made_is_refused(opened, shelf, sent, status, param):
     client = opened(max_body=15_000, max_upload=45_000)
     said = error(client.post("/v1/stores", **sent), status)
     assert said["param"] == param, said
@@ -226,7 +218,7 @@ def test_what_cannot_be_made_is_refused(
     assert not list((shelf / ".jobs").glob("job*"))
 
 
-def test_a_server_can_be_for_reading_alone(opened: Callable[..., TestClient]) -> None:
+def test_a_server_can_be_for_reading_alone(opened):
     client = opened(read_only=True)
     assert client.get("/v1/stores/book").status_code == 200
     assert client.get("/v1/jobs").json()["data"] == []
@@ -236,14 +228,14 @@ def test_a_server_can_be_for_reading_alone(opened: Callable[..., TestClient]) ->
     error(client.delete("/v1/stores/book"), 403)
 
 
-def test_a_form_may_hold_what_json_may(client: TestClient, says: Callable[..., None]) -> None:
+def test_a_form_may_hold_what_json_may(client, says):
     says([DONE])
     documents = json.dumps([{"name": "a", "text": "b"}])
     made = client.post("/v1/stores", data={"name": "x", "documents": documents}, files={"file": ("c", b"d")})
     assert made.json()["documents"] == 2, made.text
 
 
-def test_an_address_names_all_the_methods_it_takes(client: TestClient) -> None:
+def test_an_address_names_all_the_methods_it_takes(client):
     for path, methods in (("", "GET, POST"), ("/book", "GET, DELETE"), ("/book/append", "POST")):
         refused = client.request("PATCH", f"/v1/stores{path}")
         error(refused, 405)
