@@ -1,4 +1,4 @@
-"""A cache that forgets, for `h2o` and `tova`: replayed over the prefill, then used up by a question.
+"""H2O and TOVA, a cache that forgets: replayed over the prefill, then used up by a question.
 
 The corpus was prefilled before any question was known, and so was its eviction. The store's sampled prefill
 queries stand for all of them: at a sample at position p the cache is what was kept and the tokens since the
@@ -60,7 +60,10 @@ class Evicting(Memory[Kept]):
         """What is kept when each token comes, with its scores: one place fewer for every token before it."""
         if k >= self.host.length:
             return EVERYTHING
-        ids, merit, asked = self.state.get(layer) or self._replayed(layer, queries, k)
+        replay = layer, k, queries.scaling, queries.softcap
+        if layer not in self.state and replay not in self.replays:
+            self.replays[replay] = self._replay(layer, queries, k)
+        ids, merit, asked = self.state.get(layer) or self.replays[replay]
         stored = self.host.layer_keys(layer)
         keys = [rows.read(own, self.host.device) for rows, own in zip(stored, ids.cpu(), strict=True)]
         scores = queries.by_token()[:, 0] @ torch.stack(keys)[:, None].transpose(-1, -2)  # [Hkv, G, T, m]
@@ -91,12 +94,6 @@ class Evicting(Memory[Kept]):
         rank = merit.masked_fill(ids >= end - self.recent(k), torch.inf).masked_fill(free, -torch.inf)
         places = max(0, k - max(0, end - self.host.length))
         return merit, rank.topk(ids.shape[1] - places, largest=False).indices
-
-    def _replayed(self, layer: int, queries: Queries, k: int) -> Kept:
-        key = (layer, k, queries.scaling, queries.softcap)
-        if key not in self.replays:
-            self.replays[key] = self._replay(layer, queries, k)
-        return self.replays[key]
 
     def _replay(self, layer: int, queries: Queries, k: int) -> Kept:
         """The cache after the prefill: slots for k tokens and for those that come between two samples."""
@@ -132,3 +129,43 @@ def _alive(ids: Tensor, merit: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The slots that hold a token, `count` in every head, in their order."""
     slots = (ids < 0).byte().sort(dim=1, stable=True).indices[:, :count]
     return ids.gather(1, slots), merit.gather(1, slots)
+
+
+class H2O(Evicting):
+    """Drop the token with the smallest running sum of attention outside the recent half.
+
+    Heavy hitters (Zhang et al. 2023, Algorithm 1): half of the cache for these, half for recent tokens. A
+    token that leaves the recent half, which slides on over the question and the answer, is kept only for its
+    sum. Sums are of a KV head, over the query heads of its group.
+    """
+
+    name = "h2o"
+    paper = "https://arxiv.org/abs/2306.14048"
+
+    def judge(self, merit: Tensor, attention: Tensor) -> Tensor:
+        """The sum of all attention so far."""
+        return merit + attention
+
+    def recent(self, k: int) -> int:
+        """Half of the cache."""
+        return k // 2
+
+
+class TOVA(Evicting):
+    """Drop the token with the lowest attention of the current query.
+
+    Oren et al. 2024: nothing else is remembered, and recent tokens have no privilege. The paper averages the
+    attention over a layer's heads; here it is that of a KV head's group, and in the prefill that of the one
+    head that was sampled.
+    """
+
+    name = "tova"
+    paper = "https://arxiv.org/abs/2401.06104"
+
+    def judge(self, merit: Tensor, attention: Tensor) -> Tensor:
+        """The attention of the current query."""
+        return attention
+
+    def recent(self, k: int) -> int:
+        """None."""
+        return 0

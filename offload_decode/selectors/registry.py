@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import pkgutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -26,14 +26,20 @@ if TYPE_CHECKING:
     from offload_decode.types import ModelShape
 
 
-_SHARED = frozenset(("base", "budgeted", "budgets", "evicting", "registry", "scores", "unselected"))
-"""Modules of this package that hold no selector."""
+@cache
+def _homes(path: tuple[str, ...]) -> dict[str, str]:
+    """The module of each built-in selector: the one where a class says `name = "..."`."""
+    return {
+        name: f"{selectors.__name__}.{file.stem}"
+        for folder in path
+        for file in sorted(Path(folder).glob("*.py"))
+        for name in re.findall(r'^    name = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
 
 
 def built_in() -> list[str]:
-    """The selectors of this package, one module each; `a_b.py` holds the two stages `a+b`."""
-    modules = (module.name for module in pkgutil.iter_modules(selectors.__path__))
-    return sorted(module.replace("_", "+") for module in modules if module not in _SHARED)
+    """The selectors of this package; nothing has to be registered."""
+    return sorted(_homes(tuple(selectors.__path__)))
 
 
 def _base() -> type[Selector]:
@@ -59,15 +65,9 @@ def get(name: str) -> type[Selector]:
         return extension
     if name not in built_in():
         raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
-    Selector = _base()
-    module = importlib.import_module(f"offload_decode.selectors.{name.replace('+', '_')}")
-    found = [
-        member
-        for _, member in inspect.getmembers(module, inspect.isclass)
-        if issubclass(member, Selector) and getattr(member, "name", None) == name
-    ]
-    assert len(found) == 1, f"{module.__name__} defines one selector"
-    return found[0]
+    module = importlib.import_module(_homes(tuple(selectors.__path__))[name])
+    kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, _base()))
+    return next(kind for kind in kinds if getattr(kind, "name", None) == name)
 
 
 def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelShape) -> Budgeted:
@@ -106,14 +106,15 @@ def declared(selector: str) -> Declared:
     """What the built-in selector of that name declares, and inherits. Class variables and defaults are
     literals.
     """
-    module = f"offload_decode.selectors.{selector.replace('+', '_')}"
-    own = next(each for each in _classes(module) if _own(module, each).get("name") == selector)
-    values = _gathered(module, own)
-    options_module, options = values["options_type"]
+    module = _homes(tuple(selectors.__path__))[selector]
+    classes = [line for line in _tree(module).body if isinstance(line, ast.ClassDef)]
+    own, values = next(
+        (kind, values) for kind in classes if (values := _gathered(module, kind)).get("name") == selector
+    )
     return Declared(
         **{name: values[name] for name in _VARIABLES},
         method=_first_paragraph(ast.get_docstring(own)),
-        options=_gathered(options_module, _class(options_module, options)),
+        options=_gathered(*values["options_type"]),
     )
 
 
@@ -131,18 +132,15 @@ def _first_paragraph(docstring: str | None) -> str:
 
 
 def _gathered(module: str, kind: ast.ClassDef) -> dict[str, Any]:
-    """The class variables of a class and of those that it inherits from, in the order of a dataclass."""
+    """The class variables of a class and of those that it inherits from, in the order of a dataclass:
+    literals, and for a class where it is.
+    """
     values: dict[str, Any] = {}
     for base in reversed(kind.bases):
-        place, name = _resolved(module, base.value if isinstance(base, ast.Subscript) else base)
-        if place.startswith("offload_decode.selectors"):
-            values |= _gathered(place, _class(place, name))
-    return values | _own(module, kind)
-
-
-def _own(module: str, kind: ast.ClassDef) -> dict[str, Any]:
-    """The class variables that a class sets: literals, and (module, name) for what is named."""
-    values: dict[str, Any] = {}
+        match base:
+            case ast.Name(name) | ast.Subscript(value=ast.Name(name)):
+                found = _find(module, name)
+                values |= _gathered(*found) if found else {}
     for line in kind.body:
         match line:
             case ast.Assign(targets=[ast.Name(name)], value=value) if name in (*_VARIABLES, "options_type"):
@@ -151,33 +149,20 @@ def _own(module: str, kind: ast.ClassDef) -> dict[str, Any]:
                 pass
             case _:
                 continue
-        named = isinstance(value, ast.Name | ast.Attribute)
-        values[name] = _resolved(module, value) if named else ast.literal_eval(value)
+        values[name] = _find(module, value.id) if isinstance(value, ast.Name) else ast.literal_eval(value)
     return values
 
 
-def _resolved(module: str, expression: ast.expr) -> tuple[str, str]:
-    """The module and the name of what an expression in `module` names."""
-    imported = {
-        alias.asname or alias.name: (line.module or "", alias.name)
-        for line in ast.walk(_tree(module))
-        if isinstance(line, ast.ImportFrom)
-        for alias in line.names
-    }
-    match expression:
-        case ast.Attribute(value=ast.Name(name), attr=attribute):
-            return ".".join(imported[name]), attribute
-        case ast.Name(name):
-            return imported.get(name, (module, name))
-    raise ValueError(f"{ast.unparse(expression)} in {module} names nothing")
-
-
-def _class(module: str, name: str) -> ast.ClassDef:
-    return next(kind for kind in _classes(module) if kind.name == name)
-
-
-def _classes(module: str) -> list[ast.ClassDef]:
-    return [line for line in _tree(module).body if isinstance(line, ast.ClassDef)]
+def _find(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+    """A class of this package by its name in one of the modules, with the module that defines it."""
+    for line in _tree(module).body:
+        match line:
+            case ast.ClassDef(name=own) if own == name:
+                return module, line
+            case ast.ImportFrom(module=str(source), names=names) if source.startswith(selectors.__name__):
+                if any(alias.name == name for alias in names):
+                    return _find(source, name)
+    return None
 
 
 @cache

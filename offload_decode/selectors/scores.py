@@ -7,7 +7,6 @@ nor all scores of a row are ever in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from offload_decode.attention.pages_host import token_scores
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.rows import Rows
 from offload_decode.attention.transfers import to_host
-from offload_decode.common.errors import ConfigError
 from offload_decode.kv.host_cache import BLOCK_TOKENS
 from offload_decode.types import PageSelection, Selection
 
@@ -103,18 +101,3 @@ def page_token_scores(query: Tensor, keys: Sequence[Rows], chosen: PageSelection
     query, pages, limit = to_host(query, chosen.pages, chosen.limit)
     scores = token_scores(query, keys, pages, chosen.page_size, limit)
     return page_tokens(pages, chosen.page_size, len(keys[0]), limit).unsqueeze(2), scores
-
-
-def channels(amount: str, head_dim: int, option: str) -> int:
-    """How many of `head_dim` channels an option asks for: a count (`16`; all, if it is more than there are)
-    or a share (`25%`, rounded up). Raises `ConfigError` for anything else and for none.
-    """
-    try:
-        count = ceil(float(amount[:-1]) / 100 * head_dim) if amount.endswith("%") else int(amount)
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"option {option} '{amount}' is neither a count like 16 nor a share like 25%"
-        ) from error
-    if count < 1:
-        raise ConfigError(f"option {option} '{amount}' leaves no channel: it must be at least 1")
-    return min(count, head_dim)

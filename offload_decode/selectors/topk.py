@@ -1,6 +1,6 @@
 """Top-k decoding: the k stored keys with the largest inner product, for every query head.
 
-Synk et al. 2025, Algorithm 1, but that the parts are merged as docs/methods.md §1 says.
+Synk et al. 2025 (arXiv 2502.06766), Algorithm 1, but that the parts are merged as docs/methods.md §1 says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,24 @@ from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import numpy_view
 from offload_decode.kv.indexes import HeadIndexes
 from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.scores import top_inner_products
 from offload_decode.types import Selection
+
+
+class Oracle(Selector):
+    """Score every key exactly and select the best.
+
+    The ceiling of every selector, without an index.
+    """
+
+    name = "oracle"
+    paper = "https://arxiv.org/abs/2502.06766"
+    reads = "every key"
+    holds = "nothing"
+
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
+        """The k keys of largest inner product, with their scores."""
+        return top_inner_products(queries.rows, self.host.layer_keys(layer), k)
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,6 @@ class TopK(Selector):
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The index's k best; with their scores where the index knows them exactly."""
-        rows = numpy_view(queries.on_host())
-        hits = self.indexes.search(layer, rows, k)
+        hits = self.indexes.search(layer, numpy_view(queries.on_host()), k)
         scores = torch.from_numpy(hits.scores) if self.indexes.exact_scores else None
         return Selection(torch.from_numpy(hits.ids), scores)

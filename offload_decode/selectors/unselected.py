@@ -58,7 +58,6 @@ class Tail(ABC):
     says whether estimates come with their deviation.
     """
 
-    name: ClassVar[str]
     default_size: ClassVar[int]
     least_size: ClassVar[int] = 1
     largest_size: ClassVar[int] = 1 << 16
@@ -148,7 +147,6 @@ class ClusterEstimate(Tail):
     variance mends that, but worsened the output, so there is none.
     """
 
-    name = "clusters"
     default_size = 16
 
     @property
@@ -210,7 +208,6 @@ class SampleEstimate(Tail):
     stratified draws (Wolter, Introduction to Variance Estimation, §8.2): never too small on average.
     """
 
-    name = "sample"
     default_size = 256
     least_size = 2
     states_error = True
@@ -296,7 +293,7 @@ def _unselected(places: Tensor, padding: Tensor, rank: Tensor) -> Tensor:
 
 
 OFF = "off"
-_KINDS: dict[str, type[Tail]] = {kind.name: kind for kind in (ClusterEstimate, SampleEstimate)}
+_KINDS: dict[str, type[Tail]] = {"clusters": ClusterEstimate, "sample": SampleEstimate}
 
 
 def create(option: str, host: HostKV) -> Tail | None:

@@ -35,7 +35,7 @@ from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.selectors.base import Memory, Selector
 from offload_decode.selectors.budgeted import Budgeted
-from offload_decode.selectors.dense import Dense
+from offload_decode.selectors.query_free import Dense
 from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK
 from offload_decode.store.reader import KVStore

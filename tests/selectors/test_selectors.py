@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from typing import ClassVar
 
 import pytest
 import torch
 
-from offload_decode import selectors
-from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.selectors import registry
 from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats
@@ -106,29 +101,6 @@ class TestTopKFaissIvf(SelectorContract):
 
 class TestDense(SelectorContract):
     name = "dense"
-
-
-def test_a_new_selector_is_one_file(tmp_path, monkeypatch):
-    """The registry and the strict options find a module that appears in the package's path."""
-    (tmp_path / "first.py").write_text(
-        "import torch\n"
-        "from offload_decode.selectors.base import Selector\n"
-        "from offload_decode.types import Selection\n"
-        "class First(Selector):\n"
-        "    '''The first k tokens.'''\n"
-        "    name, paper, reads, holds = 'first', 'none', 'nothing', 'nothing'\n"
-        "    def choose(self, layer, queries, k):\n"
-        "        return Selection(torch.arange(k).expand(*queries.rows.shape[:2], k))\n"
-    )
-    monkeypatch.setattr(selectors, "__path__", [*selectors.__path__, str(tmp_path)])
-    importlib.invalidate_caches()
-    assert "first" in registry.names()
-    store = stored(tmp_path, 40, 4, 2)
-    selector = registry.create(
-        "first", {"budget": "3"}, HostKV(store, torch.device("cpu")), store.manifest.shape
-    )
-    assert selector.select(0, Queries(torch.randn(2, 4, 16), 0.3)).ids[1, 3].tolist() == [0, 1, 2]
-    del sys.modules["offload_decode.selectors.first"]
 
 
 def test_an_unknown_selector_names_the_known_ones():
