@@ -10,8 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -45,23 +44,8 @@ _KEY_SAMPLE = 256
 _TIE = 1e-5  # relative; scores of one key from two loops differ by summation order
 
 
-class Tunable(Protocol):
-    """What `tune` needs of an index."""
-
-    @property
-    def parameter(self) -> str: ...
-
-    def ladder(self, k: int) -> Sequence[float]:
-        """Rising parameter values to try for `k`; at the last one the search is exhaustive."""
-        ...
-
-    def search_at(self, queries: Float32, k: int, value: float) -> Hits:
-        """The search at one parameter value, 1 <= k <= N; ids of -1 where it found fewer."""
-        ...
-
-
 def tune(
-    index: Tunable, flat: FlatIndex, queries: npt.NDArray[Any] | None, k: int, target: float
+    index: ApproximateIndex, flat: FlatIndex, queries: npt.NDArray[Any] | None, k: int, target: float
 ) -> RecallRecord | None:
     """The first value of the ladder whose recall@k on one half of the queries reaches `target`, with the
     recall of the other half. A sample of the keys stands in for missing queries. None for an empty index.
@@ -120,6 +104,8 @@ class ApproximateIndex(VectorIndex):
     exhaustive: ClassVar[bool] = False
     parameter: ClassVar[str]
     suffix: ClassVar[str]
+    recalls: ClassVar[tuple[str, ...]] = ("recall",)
+    """The measured recalls, as attributes and in the metadata."""
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
@@ -213,42 +199,30 @@ class ApproximateIndex(VectorIndex):
         """
 
     def save(self, path: StrPath) -> None:
-        records = {
-            name: None if record is None else asdict(record) for name, record in self._records().items()
-        }
+        records = {name: (found := getattr(self, name)) and asdict(found) for name in self.recalls}
         metadata = files.identity(self.name, self.keys, self.digest) | records
         files.save(path, metadata, self.suffix, self._write_native)
-
-    def _records(self) -> dict[str, RecallRecord | None]:
-        """The measured recalls, by their names in the metadata."""
-        return {"recall": self.recall}
 
     @classmethod
     def load(cls, path: StrPath, keys: Keys, *, digest: str | None = None) -> Self:
         check_keys(keys)
         index = cls(keys, keys_digest(keys) if digest is None else digest)
         metadata, native = files.load(path, files.identity(cls.name, keys, index.digest), cls.suffix)
-        index.recall = files.recall_of(path, metadata)
+        for name in cls.recalls:
+            setattr(index, name, files.recall_of(path, metadata, name))
         tuned = index.recall is not None and index.recall.parameter == cls.parameter
         if tuned != (len(keys) > 0):
             raise IndexDamaged(
                 f"The index at {path} does not say what it was tuned to; build the index again with "
                 "`offload-decode index`."
             )
-        index._take_records(path, metadata)
-        index._native = index._checked(native)
-        return index
-
-    def _take_records(self, path: StrPath, metadata: dict[str, Any]) -> None:
-        """Restore the other recalls of `_records`."""
-
-    def _checked(self, native: Path | None) -> Any:
         try:
-            return self._read_native(str(native))
+            index._native = index._read_native(str(native))
         except (OSError, RuntimeError) as error:
             raise IndexDamaged(
                 f"{native} is not an index that can be read ({error}); build the index again."
             ) from error
+        return index
 
 
 _RIGHT, _WRONG_ID, _NOT_FINITE = range(3)

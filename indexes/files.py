@@ -116,7 +116,14 @@ def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[di
                 f"{_metadata_path(path)} is of other keys or another kind "
                 f"({field} is {reprlib.repr(body.get(field))}, not {value!r}); {_REBUILD}."
             )
-    if not _describes(body.get("native"), suffix):
+    match body.get("native"):
+        case None:
+            described = not suffix
+        case {"suffix": own, "size": int() as size, "sha256": str(), **others}:
+            described = bool(suffix) and own == suffix and type(size) is int and not others
+        case _:
+            described = False
+    if not described:
         raise IndexDamaged(f"{_metadata_path(path)} does not describe its index file; {_REBUILD}.")
     if not suffix:
         return body, None
@@ -129,9 +136,8 @@ def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[di
         raise IndexDamaged(
             f"{file} is not a plain file but a link, a folder, a pipe or a device; {_REBUILD}."
         )
-    size = about.st_size
-    if size != body["native"]["size"]:
-        raise IndexDamaged(f"{file} has {size:,} bytes instead of {body['native']['size']:,}; {_REBUILD}.")
+    if about.st_size != size:
+        raise IndexDamaged(f"{file} has {about.st_size:,} bytes instead of {size:,}; {_REBUILD}.")
     return body, file
 
 
@@ -198,18 +204,6 @@ def _text(target: Path) -> str:
 
 def _no_metadata(target: Path) -> IndexDamaged:
     return IndexDamaged(f"{target} is not the metadata of an index; {_REBUILD}.")
-
-
-def _describes(native: Any, suffix: str) -> bool:
-    """Whether `native` is what `save` writes of a file with this suffix."""
-    if not suffix or not isinstance(native, dict):
-        return native is None and not suffix
-    return (
-        native.keys() == {"suffix", "size", "sha256"}
-        and native["suffix"] == suffix
-        and type(native["size"]) is int
-        and isinstance(native["sha256"], str)
-    )
 
 
 def _metadata_path(path: StrPath) -> Path:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from math import log
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from numba import njit
 
 from offload_decode.common.rows.arrays import Float32, Keys, float32_blocks
 from offload_decode.common.rows.encodings import row_size
-from offload_decode.indexes import hnswlib_file, registry
 from offload_decode.indexes.approximate import asked_for, rescored
 from offload_decode.indexes.base import Costs, Hits
-from offload_decode.indexes.faiss_hnsw import CONSTRUCTION_EF, LINKS, UPPER, WALKED, GraphIndex
-
-hnswlib = registry.Library(registry.hnswlib)
+from offload_decode.indexes.faiss import CONSTRUCTION_EF, LINKS, UPPER, WALKED, GraphIndex
+from offload_decode.indexes.registry import hnswlib
 
 
 class HnswlibIndex(GraphIndex):
@@ -37,7 +37,7 @@ class HnswlibIndex(GraphIndex):
 
     @classmethod
     def need_library(cls) -> None:
-        registry.hnswlib()
+        hnswlib()
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
@@ -78,7 +78,7 @@ class HnswlibIndex(GraphIndex):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _read_native(self, file: str) -> Any:
-        hnswlib_file.check(file, len(self), self.dim, LINKS, CONSTRUCTION_EF)
+        _check_file(file, len(self), self.dim, LINKS, CONSTRUCTION_EF)
         graph = hnswlib.Index(space="ip", dim=self.dim)
         graph.load_index(file)
         return graph
@@ -90,6 +90,126 @@ class HnswlibIndex(GraphIndex):
 
 def _walked(graph: Any, space: str) -> Any:
     """A copy of the graph that is walked by another metric: it links Euclidean neighbours and is searched by
-    inner product, for the reason given in faiss_hnsw.
+    inner product, for the reason given in `faiss`.
     """
     return hnswlib.Index(params=graph.__getstate__()[0] | {"space": space})
+
+
+# What hnswlib trusts in a file that it loads: all of it. So every number is checked before.
+#
+# As `HierarchicalNSW::saveIndex` (hnswlib 0.8, hnswalg.h) writes it: a header; of each key its links on the
+# lowest level, its floats and its label; then, key by key, the bytes of its links on higher levels and these.
+# A list of links is a count, in 16 bits of 32, and room for as many links as there may be.
+
+_HEADER = np.dtype(
+    [
+        ("first_level", "<u8"),
+        ("most", "<u8"),
+        ("count", "<u8"),
+        ("width", "<u8"),
+        ("label", "<u8"),
+        ("floats", "<u8"),
+        ("levels", "<i4"),
+        ("entry", "<u4"),
+        ("links", "<u8"),
+        ("links_below", "<u8"),
+        ("links_chosen", "<u8"),  # by this and what follows keys are added
+        ("scale", "<f8"),
+        ("construction_ef", "<u8"),
+    ]
+)
+
+
+def _check_file(file: str, n: int, dim: int, links: int, construction_ef: int) -> None:
+    """Raises RuntimeError unless `file` is a graph of n keys labelled 0 to n - 1, with at most `links` links
+    a key and level (twice as many on the lowest), each to a key that is on that level; and unless keys that
+    are added to it will be linked as those were, by `construction_ef` candidates.
+    """
+    header = np.fromfile(file, _HEADER, 1)
+    if len(header) == 0:
+        raise RuntimeError("it is too short")
+    lowest = 4 * (2 * links + 1)
+    width = lowest + 4 * dim + 8
+    expected = {
+        "first_level": 0,
+        "most": max(1, n),
+        "count": n,
+        "width": width,
+        "label": lowest + 4 * dim,
+        "floats": lowest,
+        "links": links,
+        "links_below": 2 * links,
+        "links_chosen": links,
+        "construction_ef": construction_ef,
+    }
+    for name, value in expected.items():
+        if header[name][0] != value:
+            raise RuntimeError(f"its header says {name} {header[name][0]}, not {value}")
+    if header["scale"][0] != 1 / log(links):
+        raise RuntimeError("keys that are added to it would be on other levels")
+    start = _HEADER.itemsize
+    if os.path.getsize(file) < start + n * (width + 4):
+        raise RuntimeError("it is too short")
+    if n == 0:
+        return
+    raw = np.memmap(file, np.uint8, "r", offset=start)
+    below = raw[: n * width].reshape(n, width)
+    if (below[:, -8:].copy().view(np.uint64)[:, 0] != np.arange(n, dtype=np.uint64)).any():
+        raise RuntimeError("its labels are not those of the keys")
+    level, first = np.empty(n, np.int32), np.empty(n, np.int64)
+    above = raw[n * width :]
+    if not _find_levels(above, 4 * (links + 1), int(header["levels"][0]), level, first):
+        raise RuntimeError("its levels are not those of its links")
+    entry = int(header["entry"][0])
+    if entry >= n or level[entry] != header["levels"][0]:
+        raise RuntimeError("it begins at a key that is not on its highest level")
+    if not _links_hold(below, above, links, level, first):
+        raise RuntimeError("it links to a key that is not on the level of the link")
+
+
+@njit(nogil=True, cache=True)
+def _word(raw: Any, place: int) -> Any:
+    word = np.int64(0)
+    for byte in range(4):
+        word |= np.int64(raw[place + byte]) << (8 * byte)
+    return word
+
+
+@njit(nogil=True, cache=True)
+def _find_levels(above: Any, room: int, highest: int, level: Any, first: Any) -> bool:
+    """The highest level of each key, and where its links on higher levels begin; whether they are all."""
+    place = 0
+    for key in range(len(level)):
+        if place + 4 > len(above):
+            return False
+        size = _word(above, place)
+        place += 4
+        if size % room or size // room > highest or place + size > len(above):
+            return False
+        level[key], first[key] = size // room, place
+        place += size
+    return place == len(above)
+
+
+@njit(nogil=True, cache=True)
+def _links_hold(below: Any, above: Any, links: int, level: Any, first: Any) -> bool:
+    room = 4 * (links + 1)
+    for key in range(len(level)):
+        if not _list_holds(below[key], 0, 2 * links, 0, level):
+            return False
+        for each in range(level[key]):
+            if not _list_holds(above, first[key] + each * room, links, each + 1, level):
+                return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _list_holds(raw: Any, start: int, room: int, at: int, level: Any) -> bool:
+    count = _word(raw, start)  # the other 16 bits would mark the key as deleted
+    if count > room:
+        return False
+    for link in range(count):
+        key = _word(raw, start + 4 * (link + 1))
+        if key >= len(level) or level[key] < at:
+            return False
+    return True

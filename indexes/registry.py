@@ -4,8 +4,8 @@ library when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
@@ -16,8 +16,8 @@ from offload_decode.indexes.base import VectorIndex
 _CLASSES = {
     "clusters": "offload_decode.indexes.clusters.index:ClusteredIndex",
     "flat": "offload_decode.indexes.flat:FlatIndex",
-    "faiss-ivf": "offload_decode.indexes.faiss_ivf:FaissIVF",
-    "faiss-hnsw": "offload_decode.indexes.faiss_hnsw:FaissHNSW",
+    "faiss-ivf": "offload_decode.indexes.faiss:FaissIVF",
+    "faiss-hnsw": "offload_decode.indexes.faiss:FaissHNSW",
     "hnswlib": "offload_decode.indexes.hnswlib:HnswlibIndex",
 }
 
@@ -32,15 +32,12 @@ def kinds() -> tuple[str, ...]:
 
 def usable() -> list[str]:
     """The kinds whose class can be used; `doctor` reports the others."""
-    return [kind for kind in kinds() if _is_usable(kind)]
-
-
-def _is_usable(kind: str) -> bool:
-    try:
-        stated(kind)
-    except UnusableKind:
-        return False
-    return True
+    found = []
+    for kind in kinds():
+        with suppress(UnusableKind):
+            stated(kind)
+            found.append(kind)
+    return found
 
 
 def get(kind: str) -> type[VectorIndex]:
@@ -74,31 +71,26 @@ def stated(kind: str) -> type[VectorIndex]:
     return cast(type[VectorIndex], getattr(import_module(module), name))
 
 
+@dataclass(frozen=True)
 class Library:
-    """A module that is imported when something of it is first used."""
+    """A module that is imported when something of it is first used. Raises MissingBackend."""
 
-    def __init__(self, imported: Callable[[], Any]):
-        self._imported = imported
+    name: str
+    remedy: str
+
+    def __call__(self) -> Any:
+        """The module."""
+        try:
+            return import_module(self.name)
+        except ImportError as error:
+            raise MissingBackend(
+                f"This index kind needs {self.name}, which cannot be imported ({error}): "
+                f"{self.remedy}, or use kind 'flat'."
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._imported(), name)
+        return getattr(self(), name)
 
 
-def faiss() -> Any:
-    """The module `faiss`, from the CPU or the GPU package."""
-    return _import("faiss", "pip install 'offload-decode[cpu]' (or [gpu] on a CUDA machine, never both)")
-
-
-def hnswlib() -> Any:
-    """The module `hnswlib`, which is compiled at installation."""
-    return _import("hnswlib", "pip install 'offload-decode[hnsw]' (needs a C++ compiler)")
-
-
-def _import(module: str, remedy: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise MissingBackend(
-            f"This index kind needs {module}, which cannot be imported ({error}): "
-            f"{remedy}, or use kind 'flat'."
-        ) from error
+faiss = Library("faiss", "pip install 'offload-decode[cpu]' (or [gpu] on a CUDA machine, never both)")
+hnswlib = Library("hnswlib", "pip install 'offload-decode[hnsw]' (needs a C++ compiler)")

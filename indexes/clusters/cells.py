@@ -51,13 +51,13 @@ class Cells(NamedTuple):
         return sum(part.nbytes for part in self)
 
 
-def check(cells: Cells, n: int) -> None:
-    """Raises RuntimeError unless these are cells of n keys: all that a search reads and writes by their
+def check(cells: Cells, n: int) -> bool:
+    """True; raises RuntimeError unless these are cells of n keys: all that a search reads and writes by their
     numbers is there, and all that it multiplies is finite.
     """
     starts, counts, ids = cells.starts, cells.counts, cells.ids
     if n == 0:
-        return
+        return True
     if counts.min(initial=1) < 1 or counts.sum(dtype=np.int64) != n:
         raise RuntimeError("the sizes of its cells are not those of its keys")
     if (starts != np.concatenate([[0], _blocks(counts).cumsum()])).any() or starts[-1] * BLOCK != len(ids):
@@ -79,6 +79,7 @@ def check(cells: Cells, n: int) -> None:
             raise RuntimeError("its numbers are not finite")
     if not named.all():
         raise RuntimeError("it names a key twice")
+    return True
 
 
 def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

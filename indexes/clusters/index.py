@@ -24,7 +24,7 @@ from offload_decode.common.rows.encodings import row_size
 from offload_decode.common.rows.threads import Share
 from offload_decode.indexes import files, verified
 from offload_decode.indexes.approximate import ApproximateIndex, tune
-from offload_decode.indexes.base import Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads
+from offload_decode.indexes.base import Costs, Hits, RecallRecord, VectorIndex, check_heads
 from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.scan import STEP_BYTES
@@ -40,7 +40,6 @@ from offload_decode.indexes.flat import NOT_FINITE, FlatIndex, joined_hits
 
 _LADDER = (2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0)
 _MANY = 1024  # keys, for which the deviations are tuned too
-_OF_MANY = "recall_of_many"
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
 _ROWS = 64  # of one head, searched together: they share what they scan
@@ -58,6 +57,7 @@ class ClusteredIndex(ApproximateIndex):
     name: ClassVar[str] = "clusters"
     parameter: ClassVar[str] = "deviations"
     suffix: ClassVar[str] = ".cells"
+    recalls: ClassVar[tuple[str, ...]] = ("recall", "recall_of_many")
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
@@ -112,12 +112,6 @@ class ClusteredIndex(ApproximateIndex):
         if k < _MANY and self._prunes(_MANY):
             self.recall_of_many = tune(self, self.flat, queries, _MANY, target)
 
-    def _records(self) -> dict[str, RecallRecord | None]:
-        return super()._records() | {_OF_MANY: self.recall_of_many}
-
-    def _take_records(self, path: StrPath, metadata: dict[str, Any]) -> None:
-        self.recall_of_many = files.recall_of(path, metadata, _OF_MANY)
-
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
         if not _sparse(len(self), k):
             return self.flat.search(queries, k)
@@ -138,12 +132,17 @@ class ClusteredIndex(ApproximateIndex):
         checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
         pruned = np.array([head._prunes(check_count(k)) for head in own]) & (rows > 0)
         if pruned.all():
-            return _pruned(own, checked, k)
+            return _searched(own, checked, k)
         hits = Hits(np.empty((len(own), rows, k), np.int64), np.empty((len(own), rows, k), np.float32))
-        for some, search in ((pruned, _pruned), (~pruned, _scanned)):
-            if some.any():
-                part = search([own[head] for head in np.flatnonzero(some)], checked[some], k)
-                hits.ids[some], hits.scores[some] = part.ids, part.scores
+        for some in (pruned, ~pruned):
+            if not some.any():
+                continue
+            part_of = [head for head, taken in zip(own, some, strict=True) if taken]
+            if some is pruned:
+                part = _searched(part_of, checked[some], k)
+            else:
+                part = FlatIndex.search_heads([head.flat for head in part_of], checked[some], k)
+            hits.ids[some], hits.scores[some] = part.ids, part.scores
         return hits
 
     def _prunes(self, k: int) -> bool:
@@ -181,11 +180,7 @@ class ClusteredIndex(ApproximateIndex):
         _, parts = files.read(file, 5, layout)
         cells = Cells(**parts)
 
-        def sound() -> bool:
-            check(cells, len(self))
-            return True
-
-        verified.holds(Path(file), f"{_CHECKED} of {len(self)} keys", sound)
+        verified.holds(Path(file), f"{_CHECKED} of {len(self)} keys", lambda: check(cells, len(self)))
         return _Searchable(cells, self.keys, files.Mapped(file, os.stat(file)))
 
     @property
@@ -230,18 +225,14 @@ def _rows_of_a_task(k: int) -> int:
     return max(1, min(_ROWS, _CANDIDATES // (2 * candidates_for(k))))
 
 
-def _pruned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
-    return _searched(heads, queries, k, [head.deviations_for(k) for head in heads])
-
-
-def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
-    return FlatIndex.search_heads([head.flat for head in heads], queries, k)
-
-
-def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float]) -> Hits:
+def _searched(
+    heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float] | None = None
+) -> Hits:
     """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`. Where threads
-    would idle, a head's cells are searched in parts.
+    would idle, a head's cells are searched in parts. Without `deviations`, at those tuned for k.
     """
+    if deviations is None:
+        deviations = [head.deviations_for(k) for head in heads]
     count, rows, _ = queries.shape
     natives = [head._native for head in heads]
     for native in natives:

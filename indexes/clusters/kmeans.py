@@ -99,30 +99,22 @@ def build(keys: Keys, size: int = 16) -> Clusters:
         raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
     labels, members = np.empty(len(keys), np.int32), np.empty(len(keys), np.int32)
     clusters = 0
-    for part in _segments(len(keys)):
+    # Segments of one length, so that no remainder is left with a few clusters for all kinds of keys.
+    segments = max(1, round(len(keys) / SEGMENT))
+    for ends in pairwise(len(keys) * place // segments for place in range(segments + 1)):
+        part = slice(*ends)
         block = encodings.decode(keys[part])
         check_finite(block)
         count = -(-len(block) // size)
-        own = _kmeans(block, count)
+        if count == len(block):
+            own = np.arange(count)
+        else:
+            own = nearest(block, lloyd(block, _seeds(block, count), ITERATIONS))[0]
         labels[part] = own + clusters
         members[part] = np.argsort(own, kind="stable") + part.start
         clusters += count
     sizes = np.bincount(labels, minlength=clusters).astype(np.int32)
     return Clusters(_sums(keys, labels, clusters), sizes, labels, members)
-
-
-def _segments(length: int) -> list[slice]:
-    """Of one length, so that no remainder is left with a few clusters for all kinds of keys."""
-    count = max(1, round(length / SEGMENT))
-    bounds = [length * place // count for place in range(count + 1)]
-    return [slice(*ends) for ends in pairwise(bounds)]
-
-
-def _kmeans(block: Float32, count: int) -> npt.NDArray[np.int64]:
-    """Labels `[n]` from 0 to `count`."""
-    if count == len(block):
-        return np.arange(count)
-    return nearest(block, lloyd(block, _seeds(block, count), ITERATIONS))[0]
 
 
 def _seeds(block: Float32, count: int) -> Float32:

@@ -125,12 +125,6 @@ class Predicted(NamedTuple):
     inverse: Float32
     thresholds: Float32
 
-    @classmethod
-    def room(cls, heads: Heads, rows: int) -> Predicted:
-        """Room for threads that search heads in parts."""
-        shape = (len(heads.sizes), rows + -rows % QUERIES, int(heads.sizes[:, 0].max()))
-        return cls(*(np.empty(some, np.float32) for some in (shape, shape, shape[:2])))
-
 
 UNPREDICTED = Predicted(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2)))
 
@@ -325,7 +319,9 @@ def _bound_of_first(upper: Any, counts: Any, keys: int) -> Any:
 
 def predict(heads: Heads, queries: Float32, k: int, workers: int) -> Predicted:
     """Moments and thresholds of the heads for `queries [H, R, D]`, computed once by `workers` threads."""
-    predicted = Predicted.room(heads, queries.shape[1])
+    rows = queries.shape[1]
+    shape = (len(heads.sizes), rows + -rows % QUERIES, int(heads.sizes[:, 0].max()))
+    predicted = Predicted(*(np.empty(some, np.float32) for some in (shape, shape, shape[:2])))
     threads.run(lambda part: predict_moments(heads, queries, part, workers, predicted), range(workers))
     threads.run(lambda part: predict_thresholds(heads, queries, k, part, workers, predicted), range(workers))
     return predicted

@@ -44,10 +44,9 @@ def attend_fused(
     query, key, value = (
         widened(part, -(-part.shape[-1] // _WIDTHS) * _WIDTHS) for part in (query, key, value)
     )
-    for serves, run in _OPERATORS:
-        if serves(query, key, value, places):
-            out, lse = run(query, key, value, scaling, places)
-            return AttentionState(out[..., :value_dim], lse)
+    for operator in _OPERATORS:
+        if (found := operator(query, key, value, scaling, places)) is not None:
+            return AttentionState(found[0][..., :value_dim], found[1])
     return None
 
 
@@ -58,47 +57,33 @@ def widened(part: Tensor, width: int) -> Tensor:
     return part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))
 
 
-def _serves_cudnn(query: Tensor, key: Tensor, value: Tensor, places: Places | None) -> bool:
-    if query.shape[2] < _PLANNED_ROWS:
-        return False
+Found = tuple[Tensor, Tensor] | None
+"""What an operator found, `out` and `lse`; None where it does not serve these tensors."""
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None) -> Found:
+    tokens, keys = query.shape[2], key.shape[2]
     # It counts a row's place from the first key.
-    square = query.shape[2] == key.shape[2]
-    if places is not None and (places.window is not None or not square):
-        return False
+    if tokens < _PLANNED_ROWS or (places is not None and (places.window is not None or tokens != keys)):
+        return None
     newest = torch.cuda.get_device_capability(query.device) >= (9, 0)  # elsewhere flash is faster
-    return newest and _allowed("cudnn", query, key, value, grouped=True)
-
-
-def _cudnn(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None
-) -> tuple[Tensor, Tensor]:
+    if not newest or not _allowed("cudnn", query, key, value, grouped=True):
+        return None
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, places is not None, False, scale=scaling
     )
     return out, lse.reshape(out.shape[:3])
 
 
-def _serves_flash(query: Tensor, key: Tensor, value: Tensor, places: Places | None) -> bool:
-    width = max(query.shape[-1], value.shape[-1])
-    some = [widened(part[:, :, :1], width) for part in (query, key, value)]  # as `_flash` will have them
-    return _allowed("flash", some[0], some[1], some[2], grouped=True)
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None
-) -> tuple[Tensor, Tensor]:
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None) -> Found:
     width = max(query.shape[-1], value.shape[-1])  # it knows one alone
+    one_query, one_key, one_value = (widened(part[:, :, :1], width) for part in (query, key, value))
+    if not _allowed("flash", one_query, one_key, one_value, grouped=True):
+        return None
     by_token = [widened(part, width).transpose(1, 2) for part in (query, key, value)]
     window = None if places is None or places.window is None else places.window - 1
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *by_token,
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        0.0,
-        places is not None,
-        False,
+        *(*by_token, None, None, query.shape[2], key.shape[2], 0.0, places is not None, False),
         scale=scaling,
         window_size_left=window,
         window_size_right=None if window is None else 0,
@@ -106,26 +91,15 @@ def _flash(
     return out.transpose(1, 2), lse
 
 
-def _serves_efficient(query: Tensor, key: Tensor, value: Tensor, places: Places | None) -> bool:
-    if places is not None and places.window is not None:
-        return False
-    return _allowed("efficient", *_by_kv_head(query, key, value), grouped=False)
-
-
-def _efficient(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None
-) -> tuple[Tensor, Tensor]:
-    by_token = [part.transpose(1, 2) for part in _by_kv_head(query, key, value)]
+def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None) -> Found:
+    grouped = _by_kv_head(query, key, value)
+    if (places is not None and places.window is not None) or not _allowed(
+        "efficient", *grouped, grouped=False
+    ):
+        return None
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        *by_token,
-        None,
-        None,
-        None,
-        None,
-        None,
-        0.0,
-        0 if places is None else _BOTTOM_RIGHT,
-        True,
+        *(part.transpose(1, 2) for part in grouped),
+        *(None, None, None, None, None, 0.0, 0 if places is None else _BOTTOM_RIGHT, True),
         scale=scaling,
     )
     batch, heads, tokens = query.shape[:3]
@@ -151,8 +125,7 @@ def _allowed(kind: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool
         return allows(asked)
 
 
-_OPERATORS = ((_serves_cudnn, _cudnn), (_serves_flash, _flash), (_serves_efficient, _efficient))
-"""The fastest first."""
+_OPERATORS = (_cudnn, _flash, _efficient)  # the fastest first
 
 
 # Many queries on a CPU whose instructions multiply bfloat16 (AVX-512 BF16, AMX): FlashAttention's Algorithm 1

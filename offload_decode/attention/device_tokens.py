@@ -83,7 +83,7 @@ def _by_program(
     try:
         import triton
 
-        from offload_decode.attention.device_programs import attend_rows_program, merge_program
+        from offload_decode.attention.device_programs import attend_rows_program
     except ModuleNotFoundError as error:
         raise ConfigError(
             "attention to tokens on a CUDA device needs triton, which CUDA builds of torch bring along: "
@@ -121,17 +121,21 @@ def _by_program(
             VALUE_DIM_PADDED=value_padded,
             BLOCK=block,
         )
-        if splits == 1:
-            return AttentionState(out.squeeze(2), lse.squeeze(2))
-        merged = AttentionState(torch.empty_like(out[:, :, 0]), torch.empty_like(lse[:, :, 0]))
-        merge_program[(heads * rows,)](
-            out,
-            lse,
-            *merged,
-            splits,
-            GROUP=1,
-            DIM=value_dim,
-            DIM_PADDED=value_padded,
-            SPLITS_PADDED=triton.next_power_of_2(splits),
-        )
+    state = merge_splits(out.unsqueeze(3), lse.unsqueeze(3))
+    return AttentionState(state.out.squeeze(2), state.lse.squeeze(2))
+
+
+def merge_splits(out: Tensor, lse: Tensor) -> AttentionState:
+    """One state of `out [Hkv, Q, splits, G, Dv]` and `lse [Hkv, Q, splits, G]`, as programs wrote them."""
+    import triton
+
+    from offload_decode.attention.device_programs import merge_program
+
+    heads, lists, splits, group, dim = out.shape
+    if splits == 1:
+        return AttentionState(out.squeeze(2), lse.squeeze(2))
+    merged = AttentionState(torch.empty_like(out[:, :, 0]), torch.empty_like(lse[:, :, 0]))
+    sizes = {"DIM_PADDED": triton.next_power_of_2(dim), "SPLITS_PADDED": triton.next_power_of_2(splits)}
+    with torch.cuda.device(out.get_device()):
+        merge_program[(heads * lists * group,)](out, lse, *merged, splits, GROUP=group, DIM=dim, **sizes)
     return merged

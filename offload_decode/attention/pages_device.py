@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offload_decode.attention.device_tokens import merge_splits
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
 from offload_decode.attention.state import empty_state
 from offload_decode.common.errors import ConfigError
@@ -19,8 +20,7 @@ from offload_decode.types import AttentionState
 try:
     import triton
 
-    from offload_decode.attention.device_programs import merge_program
-    from offload_decode.attention.pages_device_programs import (
+    from offload_decode.attention.device_programs import (
         attend_program,
         order_program,
         score_program,
@@ -164,17 +164,4 @@ def attend_pages(
             num_stages=2 if widest <= 256 else 1,
             num_warps=4 if widest <= 256 else 8,
         )
-        if splits == 1:
-            return AttentionState(out.squeeze(2), lse.squeeze(2))
-        merged = AttentionState(torch.empty_like(out[:, :, 0]), torch.empty_like(lse[:, :, 0]))
-        merge_program[(rows * group,)](
-            out,
-            lse,
-            *merged,
-            splits,
-            GROUP=group,
-            DIM=value_dim,
-            DIM_PADDED=value_padded,
-            SPLITS_PADDED=triton.next_power_of_2(splits),
-        )
-    return merged
+    return merge_splits(out, lse)

@@ -110,10 +110,7 @@ class LayerRows(NamedTuple):
         if isinstance(heads, HeadRows):
             return heads.compiled
         first = heads[0]
-        if any(
-            (own.layout, own.bits.dtype, own.bits.shape) != (first.layout, first.bits.dtype, first.bits.shape)
-            for own in heads
-        ):
+        if len({(own.layout, own.bits.dtype, own.bits.shape) for own in heads}) > 1:
             raise ValueError("the heads of a layer are stored in different ways")
         if not all(own.bits.flags.c_contiguous for own in heads):
             raise ValueError("rows are read by their addresses: they must lie one behind the other")
@@ -136,17 +133,13 @@ def head_bits(layer: Any, head: int) -> Any:
     return carray(at(layer.addresses[head]), (layer.length, layer.like.shape[1]), layer.like.dtype)
 
 
-def run(work: Callable[[int, slice], None], heads: int, length: int, multiple: int = 1) -> None:
-    """`work(head, part)` over all of `range(length)` for every head, parts beginning at multiples.
+def run(work: Callable[[int, slice], None], heads: int, length: int) -> None:
+    """`work(head, part)` over all of `range(length)` for every head.
 
     About two tasks a thread, so that none waits long for the last.
     """
     parts = max(1, 2 * threads.THREADS // max(1, heads))
-    step = max(1, -(-length // (parts * multiple))) * multiple
-    tasks = [
-        (head, slice(start, min(start + step, length)))
-        for head in range(heads)
-        for start in range(0, length, step)
-    ]
-    if tasks:
-        threads.run(lambda task: work(*task), tasks)
+    step = max(1, -(-length // parts))
+    bounds = [slice(start, min(start + step, length)) for start in range(0, length, step)]
+    if heads and bounds:
+        threads.run(lambda task: work(*task), [(head, part) for head in range(heads) for part in bounds])

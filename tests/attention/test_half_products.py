@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention import dense
-from offload_decode.attention import dense as half_products
 from offload_decode.attention.dense import LEAST_ROWS, attend_bf16
 from offload_decode.attention.state import attend
 
@@ -64,7 +63,7 @@ def test_dense_attention_takes_it_where_the_processor_has_such_products(
         return attend_bf16(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dense, "attend_bf16", noted)
-    monkeypatch.setattr(half_products, "has_bf16_products", lambda: True)
+    monkeypatch.setattr(dense, "has_bf16_products", lambda: True)
     many, few = drawn(LEAST_ROWS, 30, 1.0), drawn(LEAST_ROWS - 1, 30, 1.0)
     dense.attend_dense(*many, 0.125)
     assert taken == [1]
@@ -75,6 +74,6 @@ def test_dense_attention_takes_it_where_the_processor_has_such_products(
     dense.attend_dense(*many, 0.125, softcap=20.0)
     dense.attend_dense(many[0], many[1][:, :, :0], many[2][:, :, :0], 0.125)
     assert taken == [1]
-    monkeypatch.setattr(half_products, "has_bf16_products", lambda: False)
+    monkeypatch.setattr(dense, "has_bf16_products", lambda: False)
     dense.attend_dense(*many, 0.125)
     assert taken == [1]

@@ -40,7 +40,7 @@ def test_an_unknown_kind_is_answered_with_the_known_ones() -> None:
 def test_a_missing_library_is_answered_with_its_extra(
     kind: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("faiss_storage", "faiss_ivf", "faiss_hnsw", "hnswlib"):
+    for module in ("faiss", "hnswlib"):
         monkeypatch.delitem(sys.modules, f"offload_decode.indexes.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingBackend, match=extra):
