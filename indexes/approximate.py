@@ -86,7 +86,6 @@ def geometric(start: int, stop: int) -> list[int]:
 
 
 def _spread(rows: Keys, count: int) -> Keys:
-    """At most `count` rows, evenly spread."""
     if len(rows) <= count:
         return rows
     return rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]
@@ -179,15 +178,11 @@ class ApproximateIndex(VectorIndex):
 
     @abstractmethod
     def _extend_native(self, earlier: Self) -> Any:
-        """The native index over all keys, made of that of `earlier`, which is of the first of them and stays
-        as it is. Raises as `_build_native`.
-        """
+        """The native index over all keys, from that of `earlier`, which stays. Raises as `_build_native`."""
 
     @abstractmethod
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
-        """The hits of the native search by descending score, which is exact; ids of -1 where it found fewer
-        than k.
-        """
+        """Hits by descending score, which is exact; ids of -1 where it found fewer than k."""
 
     @abstractmethod
     def _write_native(self, file: str) -> None: ...
@@ -229,9 +224,7 @@ _RIGHT, _WRONG_ID, _NOT_FINITE = range(3)
 
 
 def asked_for(k: int, n: int) -> int:
-    """How many of `n` keys to ask a library for, whose scores may be rounded, so that the `k` best are among
-    them.
-    """
+    """How many of `n` keys to ask a library, whose scores may be rounded, for the `k` best of them."""
     return min(n, k + k // 4 + 16)
 
 

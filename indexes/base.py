@@ -103,9 +103,7 @@ class VectorIndex(ABC):
     @classmethod
     @abstractmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
-        """Memory that a search of `heads` heads for `rows` queries each holds beside the ids and scores that
-        it finds, on all threads.
-        """
+        """Bytes beside the hits that a search of `heads` heads for `rows` queries each holds, all threads."""
 
     @classmethod  # noqa: B027 (most need none)
     def need_library(cls) -> None:
@@ -152,9 +150,7 @@ class VectorIndex(ABC):
 
     @classmethod
     def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
-        """`search` in every one of a layer's H heads for its own `queries [H, R, D]`, on all threads: ids and
-        scores `[H, R, k]`.
-        """
+        """`search` in each of a layer's H heads for its `queries [H, R, D]`, on all threads: `[H, R, k]`."""
         check_heads(heads, queries)
         found = [Hits.empty(len(own), k) for own in queries]
 
@@ -166,7 +162,7 @@ class VectorIndex(ABC):
 
     @abstractmethod
     def _search(self, queries: Float32, k: int) -> Hits:
-        """`search` for checked queries, at least one of them, and 1 <= k <= N: every place is filled."""
+        """`search` for checked queries, at least one, and 1 <= k <= N: every place is filled."""
 
     @abstractmethod
     def save(self, path: StrPath) -> None:

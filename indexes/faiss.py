@@ -90,7 +90,6 @@ class FaissHNSW(GraphIndex):
         return self._linked(graph, self.keys[len(earlier) :])
 
     def _linked(self, graph: Any, keys: Keys) -> Any:
-        """The graph with `keys`, the last ones, linked into it."""
         graph.hnsw.efConstruction = CONSTRUCTION_EF
         for _, block in float32_blocks(keys):
             graph.add(block)
@@ -152,15 +151,13 @@ class FaissHNSW(GraphIndex):
 
 
 def _links(graph: Any) -> tuple[int, Int32, Int32]:
-    """The key at which walks begin (-1 for none), on how many levels each key is `[N]`, and the keys that
-    each is linked to, key by key and level by level, -1 where there is room for more.
-    """
+    """Where walks begin (-1: nowhere), levels of each key `[N]`, and links by key and level, -1 for room."""
     own = graph.hnsw
     return own.entry_point, faiss.vector_to_array(own.levels), faiss.vector_to_array(own.neighbors)
 
 
 def _room(graph: Any) -> Int32:
-    """How many links a key has on the levels below each, in all: it begins with 0."""
+    """Links that a key has on the levels below each, in all: it begins with 0."""
     room: Int32 = faiss.vector_to_array(graph.hnsw.cum_nneighbor_per_level)
     return room
 
@@ -319,7 +316,6 @@ def _lists(n: int) -> int:
 
 
 def _nearest(centroids: Float32, keys: Keys) -> npt.NDArray[np.int64]:
-    """The list of each of the keys."""
     nearest = _euclidean(centroids.shape[1])
     nearest.add(centroids)
     parts = [nearest.search(block, 1)[1].ravel() for _, block in float32_blocks(keys)]

@@ -86,8 +86,9 @@ def metadata(path: StrPath) -> dict[str, Any]:
     Raises IndexNotFound, IndexMismatch for another format version, IndexDamaged.
     """
     target = _metadata_path(path)
-    text = _text(target)
+    data = _small(target)
     try:
+        text = data.decode()
         body = json.loads(text)
     except (ValueError, RecursionError):
         raise IndexDamaged(f"{target} is not readable JSON; {_REBUILD}.") from None
@@ -164,7 +165,11 @@ def load(
     body, file = check(path, expected, suffix)
     if file is not None:
         sha256 = body["native"]["sha256"]
-        if not verified.holds(file, f"sha256 {sha256}", lambda: _has_bytes(file, sha256), anew):
+        try:
+            right = verified.holds(file, f"sha256 {sha256}", lambda: _file_sha256(file) == sha256, anew)
+        except OSError as error:
+            raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
+        if not right:
             raise IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
     return body, file
 
@@ -183,7 +188,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _text(target: Path) -> str:
+def _small(target: Path) -> bytes:
     """A small plain file: a pipe would never end, a link leads anywhere, a large one is no metadata."""
     try:
         with os.fdopen(open_plain(target), "rb") as file:
@@ -196,10 +201,7 @@ def _text(target: Path) -> str:
         raise IndexDamaged(f"{target} cannot be read ({error.strerror}); {_REBUILD}.") from error
     if len(data) > _LARGEST_METADATA:
         raise _no_metadata(target)
-    try:
-        return data.decode()
-    except ValueError:
-        raise IndexDamaged(f"{target} is not readable JSON; {_REBUILD}.") from None
+    return data
 
 
 def _no_metadata(target: Path) -> IndexDamaged:
@@ -212,13 +214,6 @@ def _metadata_path(path: StrPath) -> Path:
 
 def _rendered(body: dict[str, Any]) -> str:
     return json.dumps(body, indent=1) + "\n"
-
-
-def _has_bytes(file: Path, sha256: str) -> bool:
-    try:
-        return _file_sha256(file) == sha256
-    except OSError as error:
-        raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
 
 
 def _file_sha256(file: Path) -> str:
@@ -255,9 +250,7 @@ class Mapped:
 
 
 def aligned(array: Array) -> Array:
-    """The array itself, or a copy of it that is contiguous and begins at a multiple of 64 bytes: a row that
-    begins within a line of the cache lies in one line more.
-    """
+    """The array, or a contiguous copy that begins at a multiple of 64 bytes: rows take a cache line less."""
     if array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
         return array
     room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
@@ -298,9 +291,7 @@ def read(
 
 
 def _mapped(file: str) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, mapped. The system begins to read them in order: a first search asks for much of
-    them, here and there, and would wait for each place.
-    """
+    """The bytes of a file, mapped, which the system begins to read at once: a first search asks for many."""
     with open(file, "rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
     mapped.madvise(mmap.MADV_WILLNEED)

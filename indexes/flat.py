@@ -142,15 +142,12 @@ class FlatIndex(VectorIndex):
 
 
 def _largest(candidates: scan.Candidates, k: int) -> scan.Candidates:
-    """The `k` largest of each row, in any order; every row has at least `k`."""
     smaller = candidates.shape[1] - k
     return candidates if smaller == 0 else np.partition(candidates, smaller, axis=1)[:, smaller:]
 
 
 def joined_hits(ids: npt.NDArray[np.int64], scores: Float32, counts: npt.NDArray[np.int64]) -> Hits:
-    """What was found in P parts of each head's keys, `[P, H, R, k]` of which `counts [P, H, R]` are there, as
-    one search gives it.
-    """
+    """P parts of each head's keys, `[P, H, R, k]` of which `counts [P, H, R]` are there, as one search."""
     if len(ids) == 1:
         return Hits(ids[0], scores[0])
     hits = Hits(np.full(ids.shape[1:], -1), np.full(ids.shape[1:], -np.inf, np.float32))

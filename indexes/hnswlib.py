@@ -55,7 +55,6 @@ class HnswlibIndex(GraphIndex):
         return self._linked(graph, len(earlier))
 
     def _linked(self, graph: Any, begin: int) -> Any:
-        """The graph with the keys from `begin` on linked into it."""
         for first, block in float32_blocks(self.keys[begin:]):
             numbers = np.arange(begin + first, begin + first + len(block))
             # One thread: several link the keys in another order each time, and no build would equal another.
@@ -89,9 +88,7 @@ class HnswlibIndex(GraphIndex):
 
 
 def _walked(graph: Any, space: str) -> Any:
-    """A copy of the graph that is walked by another metric: it links Euclidean neighbours and is searched by
-    inner product, for the reason given in `faiss`.
-    """
+    """A copy that is walked by another metric: built by Euclidean distance, searched by inner product."""
     return hnswlib.Index(params=graph.__getstate__()[0] | {"space": space})
 
 
@@ -103,19 +100,9 @@ def _walked(graph: Any, space: str) -> Any:
 
 _HEADER = np.dtype(
     [
-        ("first_level", "<u8"),
-        ("most", "<u8"),
-        ("count", "<u8"),
-        ("width", "<u8"),
-        ("label", "<u8"),
-        ("floats", "<u8"),
-        ("levels", "<i4"),
-        ("entry", "<u4"),
-        ("links", "<u8"),
-        ("links_below", "<u8"),
-        ("links_chosen", "<u8"),  # by this and what follows keys are added
-        ("scale", "<f8"),
-        ("construction_ef", "<u8"),
+        *((name, "<u8") for name in ("first_level", "most", "count", "width", "label", "floats")),
+        *(("levels", "<i4"), ("entry", "<u4"), ("links", "<u8"), ("links_below", "<u8")),
+        *(("links_chosen", "<u8"), ("scale", "<f8"), ("construction_ef", "<u8")),  # by these keys are added
     ]
 )
 
@@ -177,7 +164,7 @@ def _word(raw: Any, place: int) -> Any:
 
 @njit(nogil=True, cache=True)
 def _find_levels(above: Any, room: int, highest: int, level: Any, first: Any) -> bool:
-    """The highest level of each key, and where its links on higher levels begin; whether they are all."""
+    """Each key's highest level and where its links above begin; whether they are all."""
     place = 0
     for key in range(len(level)):
         if place + 4 > len(above):

@@ -41,9 +41,7 @@ def usable() -> list[str]:
 
 
 def get(kind: str) -> type[VectorIndex]:
-    """The class of `kind`. Raises UnknownIndex, UnusableKind, or MissingBackend when its library is not
-    installed.
-    """
+    """The class of `kind`. Raises UnknownIndex, UnusableKind, or MissingBackend without its library."""
     found = stated(kind)
     found.need_library()
     return found
@@ -59,9 +57,7 @@ def load_libraries() -> None:
 
 
 def stated(kind: str) -> type[VectorIndex]:
-    """The class of `kind` for what it states of itself, without its library. Raises UnknownIndex and
-    UnusableKind.
-    """
+    """The class of `kind`, without its library. Raises UnknownIndex and UnusableKind."""
     extension = EXTENSIONS.get(kind)
     if extension is not None:
         return extension

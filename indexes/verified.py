@@ -29,9 +29,13 @@ def holds(file: Path, what: str, check: Callable[[], bool], anew: bool = False) 
     done without.
     """
     before = identity(file)
-    known = _known_of(file)
+    folder = str(file.resolve().parent).encode("utf-8", "surrogateescape")
+    known = cache_folder() / "verified" / hashlib.sha256(folder).hexdigest()  # of the files of one folder
     line = hashlib.sha256(json.dumps([what, before]).encode()).hexdigest()
-    there = before is not None and line in _read(known)
+    lines: list[str] = []
+    with suppress(OSError, ValueError), open(known, encoding="ascii") as listed:
+        lines = listed.read(_MOST).split()
+    there = before is not None and line in lines
     if there and not anew:
         return True
     right = check()
@@ -45,14 +49,8 @@ def identity(file: Path) -> Identity | None:
     """What stays the same of a file while nobody changes or replaces it; None where it is gone."""
     try:
         seen = file.stat()
-        return [
-            str(file.resolve()),
-            seen.st_size,
-            seen.st_dev,
-            seen.st_ino,
-            seen.st_mtime_ns,
-            seen.st_ctime_ns,
-        ]
+        fields = (seen.st_size, seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns)
+        return [str(file.resolve()), *fields]
     except OSError:
         return None
 
@@ -66,20 +64,6 @@ def cache_folder() -> Path:
     """Where this user's programs keep what can be found again."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path(os.path.expanduser("~/.cache"))) / "offload-decode"
-
-
-def _known_of(file: Path) -> Path:
-    """The list of what is known of the files of one folder."""
-    folder = str(file.resolve().parent)
-    return cache_folder() / "verified" / hashlib.sha256(folder.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _read(known: Path) -> set[str]:
-    try:
-        with open(known, encoding="ascii") as file:
-            return set(file.read(_MOST).split())
-    except (OSError, ValueError):
-        return set()
 
 
 def _add(known: Path, line: str) -> None:

@@ -52,9 +52,7 @@ class Cells(NamedTuple):
 
 
 def check(cells: Cells, n: int) -> bool:
-    """True; raises RuntimeError unless these are cells of n keys: all that a search reads and writes by their
-    numbers is there, and all that it multiplies is finite.
-    """
+    """True; raises RuntimeError unless these are n keys' cells: sizes and ids that fit, finite numbers."""
     starts, counts, ids = cells.starts, cells.counts, cells.ids
     if n == 0:
         return True
@@ -112,9 +110,7 @@ def build(keys: Keys) -> Cells:
 
 
 def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int32]]:
-    """The keys `ids` in segments of similar ones, wherever in the text they stand: cells bound them tighter
-    than cells of each stretch of the text would.
-    """
+    """The keys `ids` in segments of similar ones: cells bound these tighter than stretches of the text."""
     if len(ids) <= SEGMENT:
         yield ids
         return
@@ -133,7 +129,6 @@ def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np
 
 
 def _mapped(file: IO[bytes], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The rows of a file, with the shape and dtype of `like`."""
     file.flush()
     rows: npt.NDArray[Any] = np.memmap(file, like.dtype, "r").reshape(-1, *like.shape[1:])
     return rows
@@ -174,7 +169,6 @@ def _labels(keys: Keys) -> npt.NDArray[np.int64]:
 
 
 def _centroids(sample: Float32, count: int, rng: np.random.Generator) -> Float32:
-    """As many centroids, which begin as some of the sample."""
     return lloyd(sample, sample[np.sort(rng.choice(len(sample), count, replace=False))], ITERATIONS)
 
 
@@ -221,7 +215,7 @@ def _accumulate(block: Any, labels: Any, sums: Any, squares: Any) -> None:
 def _encode_cells(
     bits: Any, layout: int, means: Any, starts: Any, ids: Any, first: int, last: int, codes: Any, scales: Any
 ) -> None:
-    """Codes and scales of the keys of cells `first:last`; a channel that no key has is coded as zero."""
+    """Codes and scales of cells `first:last`; a channel that no key has is coded as zero."""
     dim = means.shape[1]
     groups = -(-dim // GROUP)
     rest = np.zeros(groups * GROUP, np.float32)

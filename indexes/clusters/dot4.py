@@ -10,6 +10,7 @@ instruction, AVX2 32 codes in three, and plain vector operations serve all other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,7 @@ def _compiled(multiply: Any) -> Any:
                 for place, (kind, value) in enumerate(zip(signature.args, given, strict=True))
                 if isinstance(kind, types.Array)
             }
-            _emit(builder, multiply, *(pointers.get(place, value) for place, value in enumerate(given)))
+            _emit(builder, multiply, [pointers.get(place, value) for place, value in enumerate(given)])
             return context.get_dummy_value()
 
         return signature, generate
@@ -74,20 +75,8 @@ def _compiled(multiply: Any) -> Any:
     return scored
 
 
-def _emit(
-    builder: Any,
-    multiply: Any,
-    codes: Any,
-    scales: Any,
-    first: Any,
-    count: Any,
-    after: Any,
-    groups: Any,
-    queries: Any,
-    terms: Any,
-    scores: Any,
-    masks: Any,
-) -> None:
+def _emit(builder: Any, multiply: Any, given: Sequence[Any]) -> None:
+    codes, scales, first, count, after, groups, queries, terms, scores, masks = given
     number = partial(ir.Constant, _LONG)
     floats = ir.VectorType(_FLOAT, BLOCK)
     rows = [
@@ -124,9 +113,7 @@ def _emit(
 def _products(
     builder: Any, multiply: Any, codes: Any, block: Any, ahead: Any, groups: Any, queries: Any, together: int
 ) -> list[list[Any]]:
-    """Inner products of the four queries with the keys of some blocks, from `block` on: for each block and
-    query sixteen 32-bit sums.
-    """
+    """For each block from `block` on and each query: sixteen 32-bit sums, the products with its keys."""
     sixteen = ir.VectorType(_INT, BLOCK)
     low, four, zero = (ir.Constant(sixteen, [value] * BLOCK) for value in (0x0F0F0F0F, 4, 0))
     number = partial(ir.Constant, _LONG)
@@ -190,7 +177,6 @@ def _with_avx2(builder: Any, sums: Any, codes: Any, query: Any) -> Any:
 
 
 def _with_vectors(builder: Any, sums: Any, codes: Any, query: Any) -> Any:
-    """In vector operations that every processor has, or that LLVM takes apart for it."""
     bytes64 = ir.VectorType(_BYTE, WORD)
     for b in range(4):
         lanes = ir.Constant(ir.VectorType(_INT, BLOCK), list(range(b, WORD, 4)))

@@ -50,9 +50,7 @@ _CHECKED = "cells, check 1"  # counted up when `cells.check` asks for more
 
 
 class ClusteredIndex(ApproximateIndex):
-    """Skips cells whose bound, `deviations` standard deviations above their mean, is below the score
-    threshold.
-    """
+    """Skips cells whose bound, `deviations` above their mean, is below the score threshold."""
 
     name: ClassVar[str] = "clusters"
     parameter: ClassVar[str] = "deviations"
@@ -146,7 +144,6 @@ class ClusteredIndex(ApproximateIndex):
         return hits
 
     def _prunes(self, k: int) -> bool:
-        """Whether cells are searched; every key is scanned where that costs no more."""
         tuned = self.recall is not None and self.recall.value < _EXACT
         return tuned and k > 0 and _sparse(len(self), k)
 
@@ -195,7 +192,7 @@ class ClusteredIndex(ApproximateIndex):
 
 
 class _Searchable:
-    """Cells as `search_layer` takes them: by the addresses of arrays that live as long as this object."""
+    """Cells as `search_layer` takes them: by addresses of arrays that live as long as this object."""
 
     def __init__(self, own: Cells, keys: Any, mapped: files.Mapped | None = None):
         self.cells = Cells(*map(np.ascontiguousarray, own))
@@ -208,9 +205,7 @@ class _Searchable:
 
 
 def _sparse(n: int, k: int) -> bool:
-    """Whether fewer than n keys are scored exactly for the k best. Then cells are searched: even where none
-    can be skipped, the predicted threshold keeps most keys out of the candidates.
-    """
+    """Whether fewer than n keys are scored exactly for the k best: a threshold keeps most of them out."""
     return candidates_for(k) < n
 
 
@@ -263,7 +258,6 @@ def _searched(
 
 
 def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int) -> Best:
-    """What is found in each part of the heads' cells, `[parts, H, R, k]`, on all threads."""
     count, rows, _ = queries.shape
     shape = (parts, count, rows)
     ids, scores = np.full((*shape, k), -1, np.int64), np.full((*shape, k), np.nan, np.float32)

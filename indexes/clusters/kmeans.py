@@ -29,9 +29,7 @@ BLOCK = 4096  # rows that meet all centroids at once
 
 
 def lloyd(rows: Float32, centroids: Float32, iterations: int) -> Float32:
-    """Lloyd's algorithm: centroids `[C, D]` moved to the means of the `rows [n, D]` nearest to them, again
-    and again; one that loses all its rows stays where it is.
-    """
+    """Centroids `[C, D]` moved to the means of the `rows [n, D]` nearest to them; an empty one stays."""
     centroids = centroids.copy()
     for _ in range(iterations):
         labels, _ = nearest(rows, centroids)
@@ -75,11 +73,6 @@ class Clusters:
     sizes: Int32
     labels: Int32
     members: Int32
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return sum(part.nbytes for part in (self.sums, self.sizes, self.labels, self.members))
 
     def sum_of(self, rows: Keys) -> Float32:
         """The sum over each cluster of N rows (values), which belong to the keys: `[C, D]`."""

@@ -30,9 +30,7 @@ lowest: Any = intrinsic(_lowest)  # `lowest(word)`: the place of the lowest bit 
 
 
 class Candidates(NamedTuple):
-    """What may be among the best: scores float32 and ids int32 `[R, room]`, of which `fill [R]` are there,
-    and how many were `seen [R]`.
-    """
+    """What may be best: scores float32 and ids int32 `[R, room]`, `fill [R]` are there, `seen [R]` came."""
 
     scores: Float32
     ids: npt.NDArray[np.int32]
@@ -94,9 +92,7 @@ def scan_asked(
 
 @njit(nogil=True, cache=True)
 def _keep(masks: Any, count: int, ids: Any, rows: Any, keys: Any, waiting: Any) -> int:
-    """Writes the keys of `count` blocks that score above the thresholds of their rows, as pairs of row and
-    id, and fetches them; returns how many there are.
-    """
+    """Writes keys above their rows' thresholds as pairs of row and id, and fetches them; returns how many."""
     fill = 0
     together = masks.view(np.uint64)  # the bits of four queries
     for b in range(count):
@@ -113,7 +109,6 @@ def _keep(masks: Any, count: int, ids: Any, rows: Any, keys: Any, waiting: Any) 
 
 @njit(nogil=True, cache=True)
 def _score(keys: Any, queries: Any, waiting: Any, scores: Any) -> None:
-    """Inner products with the stored keys themselves."""
     bits, layout = keys
     for i in range(len(waiting)):
         scores[i] = dot_row(queries[waiting[i, 0]], bits, layout, waiting[i, 1])
@@ -121,7 +116,7 @@ def _score(keys: Any, queries: Any, waiting: Any, scores: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def _take(waiting: Any, exact: Any, candidates: Any) -> None:
-    """Adds what was scored to the rows' candidates; of a row that has no room, the better half stays."""
+    """Adds what was scored to the candidates; of a row without room the better half stays."""
     scores, ids, fill, seen = candidates
     room = scores.shape[1]
     for i in range(len(waiting)):
@@ -135,9 +130,7 @@ def _take(waiting: Any, exact: Any, candidates: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def coded(queries: Any, groups: int) -> Any:
-    """Queries as 8-bit codes, four a word: int32 `[R, 2 · groups]`, with the unit and, in units, what codes
-    of 8 (zero) add.
-    """
+    """Queries as 8-bit codes, int32 `[R, 2 · groups]`, their unit, and what codes of 8 (zero) add."""
     rows, dim = queries.shape
     codes = np.zeros((rows, groups * GROUP), np.int8)
     unit, offset = np.empty(rows, np.float32), np.empty(rows, np.float32)

@@ -117,9 +117,7 @@ class HeadKeys(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """Of every head's R queries and C cells: `moments` near and inverse float32 `[H, R, C]`, R a multiple of
-    four, and thresholds `[H, R]`. Of no heads, where each task predicts its own.
-    """
+    """float32 `[H, R, C]` and thresholds `[H, R]`; of no heads where each task predicts its own."""
 
     near: Float32
     inverse: Float32
@@ -130,9 +128,7 @@ UNPREDICTED = Predicted(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2
 
 
 class Best(NamedTuple):
-    """What was found for some rows: ids int64 and scores float32 `[..., R, k]`, and how many were `seen`,
-    int64 `[..., R]`: those that were scored exactly.
-    """
+    """Ids int64 and scores float32 `[..., R, k]`, and how many were `seen` (scored exactly) `[..., R]`."""
 
     ids: npt.NDArray[np.int64]
     scores: Float32
@@ -176,28 +172,18 @@ def search_layer(heads: Any, queries: Any, k: int, share: Any, predicted: Any, b
         scaled, size = _scaled(queries[head, own])
         if len(predicted.thresholds):
             count = len(cells.counts)
-            near, inverse = (
-                predicted.near[head, own, :count].copy(),
-                predicted.inverse[head, own, :count].copy(),
-            )
+            near = predicted.near[head, own, :count].copy()
+            inverse = predicted.inverse[head, own, :count].copy()
             thresholds = predicted.thresholds[head, own]
         else:
             near, inverse = moments(cells.means, cells.variances, scaled)
             thresholds = np.empty(len(size), np.float32)
             for r in range(len(size)):
                 thresholds[r] = threshold_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
-        search_rows(
-            cells,
-            HeadKeys(bits, heads.layout),
-            queries[head, own],
-            (scaled, size),
-            (near, inverse, thresholds),
-            k,
-            heads.deviations[head],
-            part,
-            parts,
-            Best(best.ids[part, head, own], best.scores[part, head, own], best.seen[part, head, own]),
-        )
+        keys, ready = HeadKeys(bits, heads.layout), (near, inverse, thresholds)
+        found = Best(best.ids[part, head, own], best.scores[part, head, own], best.seen[part, head, own])
+        deviations = heads.deviations[head]
+        search_rows(cells, keys, queries[head, own], (scaled, size), ready, k, deviations, part, parts, found)
 
 
 @njit(nogil=True, cache=True)
@@ -217,9 +203,7 @@ def _cells(heads: Any, head: int, dim: int) -> Any:
 
 @njit(nogil=True, cache=True)
 def _scaled(queries: Any) -> Any:
-    """Queries scaled so that they can be squared, their number padded, and their divisors. Exact scores use
-    the query itself.
-    """
+    """Queries scaled to be squared, padded to fours, and their divisors; exact scores use them as given."""
     rows, dim = queries.shape
     scaled, size = np.zeros((-(-rows // QUERIES) * QUERIES, dim), np.float32), np.empty(rows, np.float32)
     for r in range(rows):
@@ -293,7 +277,7 @@ def search_rows(
 
 @njit(nogil=True, cache=True)
 def _own_part(listed: Any, starts: Any, part: int, parts: int) -> Any:
-    """Of the cells that are listed, a part's: neighbours with about as many blocks as any other part's."""
+    """Of the listed cells a part's: neighbours with about as many blocks as any other part's."""
     sizes = starts[listed + 1] - starts[listed]
     middles = (2 * np.cumsum(sizes) - sizes) * parts
     total = 2 * sizes.sum()

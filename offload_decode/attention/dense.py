@@ -51,9 +51,7 @@ def attend_fused(
 
 
 def widened(part: Tensor, width: int) -> Tensor:
-    """With zeros up to `width` channels, which change neither a score nor the channels that are kept; padding
-    by nothing would copy.
-    """
+    """With zeros up to `width` channels, which change no score; padding by nothing would copy."""
     return part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))
 
 
@@ -109,16 +107,13 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, places
 
 
 def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each KV head with its group as a sequence of its own, `[B · Hkv, G, …]`, so that an operator without
-    groups reads the same keys for all of them and nothing is copied.
-    """
+    """Each KV head with its group as a sequence, `[B · Hkv, G, …]`, for operators without groups: no copy."""
     group = query.shape[1] // key.shape[1]
     key, value = (part.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for part in (key, value))
     return query.reshape(-1, group, *query.shape[2:]), key, value
 
 
 def _allowed(kind: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
-    """Whether torch would take the operator for these tensors on their device."""
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, grouped)
     allows: Callable[[Any], bool] = getattr(torch.backends.cuda, f"can_use_{kind}_attention")
     with torch.cuda.device(query.device):
@@ -251,9 +246,7 @@ def attend_blocks(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend to a sequence of blocks of keys `[1, Hkv, S, D]` and values `[1, Hkv, S, value_dim]`, one in
-    memory at a time, merged by log-sum-exp.
-    """
+    """Attend to blocks of keys `[1, Hkv, S, D]` and values `[1, Hkv, S, value_dim]`, one at a time."""
     state = empty_state(query, value_dim)
     for key, value in blocks:
         state = merge_states(state, attend_dense(query, key, value, scaling, softcap=softcap))
@@ -263,7 +256,6 @@ def attend_blocks(
 def _placed(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places, softcap: float | None
 ) -> AttentionState:
-    """Some rows at a time, with the keys that they see and a mask of these."""
     tokens, keys = query.shape[2], key.shape[2]
     parts = []
     for start in range(0, tokens, PLACED_ROWS):
@@ -280,7 +272,6 @@ def _in_parts(
     mask: Tensor | None,
     step: int,
 ) -> AttentionState:
-    """The state of `query [B, H, T, D]`, `step` of its T rows at a time."""
     tokens, step = query.shape[2], max(1, step)
     if step >= tokens:
         return attend_rows(query, mask)

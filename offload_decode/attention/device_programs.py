@@ -35,9 +35,7 @@ def attend_rows_program(
     VALUE_DIM_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The state of one span of one query's places. Rows are read where they lie: on the device, or in pinned
-    memory of the host.
-    """
+    """One span of one query's places. Rows are read on the device, or in pinned memory of the host."""
     LOG2E: tl.constexpr = 1.4426950408889634
     split = tl.program_id(0) % n_splits
     item = (tl.program_id(0) // n_splits).to(tl.int64)
@@ -284,9 +282,7 @@ def attend_program(
     CHANNELS: tl.constexpr,  # of a key that are loaded at once: all, unless they would not fit
     BLOCK: tl.constexpr,
 ):
-    """The state of one span of one list's places; `MEMBERS` queries of the group share each key and value
-    loaded.
-    """
+    """One span of one list's places; `MEMBERS` queries of the group share each key and value loaded."""
     LOG2E: tl.constexpr = 1.4426950408889634
     tiles: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     member = tl.program_id(0) % tiles * MEMBERS + tl.arange(0, MEMBERS)

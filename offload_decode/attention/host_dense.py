@@ -34,9 +34,7 @@ _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN an
 def attend_all(
     query: Tensor, keys: Sequence[Rows], values: Sequence[Rows], scaling: float, softcap: float | None = None
 ) -> AttentionState:
-    """Attend from `query [Hkv, R, D]` to every stored token of each KV head: `out [Hkv, R, Dv]`, `lse
-    [Hkv, R]`. All on a CPU.
-    """
+    """From `query [Hkv, R, D]` to all stored tokens, on a CPU: `out [Hkv, R, Dv]`, `lse [Hkv, R]`."""
     rows = query.shape[1]
     if not rows or not len(keys[0]):
         return empty_state(query, values[0].dim)
@@ -122,14 +120,12 @@ def _attend_part(
 
 @njit(nogil=True, cache=True)
 def _fetch(rows: Any, start: int) -> None:
-    """A block into the cache, while the one before it is worked on."""
     for row in range(start, min(start + BLOCK, len(rows))):
         prefetch_row(rows, row)
 
 
 @njit(nogil=True, cache=True)
 def _score(keys: Any, tokens: int, rows: Any, sums: Any, scores: Any) -> None:
-    """Inner products of all rows with the keys, a few of each at a time."""
     for first in range(0, tokens, ROWS):
         for r in range(0, len(rows), QUERIES):
             products(keys[first : first + ROWS], rows, r, sums)

@@ -85,18 +85,14 @@ SPARSE = 32  # tokens for each pair: where they are more, queries share too litt
 
 
 class Named(NamedTuple):
-    """The tokens of query rows: ids int64 `[..., R, k]` and, where they are known, scores float32 alike, else
-    of a last dimension of 0.
-    """
+    """Tokens of rows: ids int64 `[..., R, k]`, and scores float32 alike where known, else `[..., R, 0]`."""
 
     ids: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float32]
 
 
 class State(NamedTuple):
-    """Where an attention state goes: out float32 `[..., R, Dv]`, all zeros, and lse float32 `[..., R]`, all
-    -inf.
-    """
+    """Where a state goes: out float32 `[..., R, Dv]`, of zeros, and lse float32 `[..., R]`, of -inf."""
 
     out: npt.NDArray[np.float32]
     lse: npt.NDArray[np.float32]
@@ -108,9 +104,7 @@ class State(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs of a query row and a token, all `[n]`: int32 `row`, int64 `token`, and int32 `place` among all
-    that the rows name.
-    """
+    """Pairs `[n]`: int32 query `row`, int64 `token`, int32 `place` among all that the rows name."""
 
     row: npt.NDArray[np.int32]
     token: npt.NDArray[np.int64]
@@ -194,9 +188,7 @@ def _attend_layer(
     state: Any,
     read: Any,
 ) -> None:
-    """A share of the tasks; to `read`, how many different tokens each of them read, or -1 for an id that is
-    out of range.
-    """
+    """A share of the tasks; `read` gets how many different tokens each read, -1 for an id out of range."""
     rows = query.shape[1]
     tasks = -(-rows // share.rows)
     for task in range(share.first, len(query) * tasks, share.step):

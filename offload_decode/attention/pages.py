@@ -82,7 +82,7 @@ def gather_pages(
     """
     whole, rest = divmod(len(keys[0]), page_size)
     named = pages.cpu()
-    unions = [_union(own) for own in named]
+    unions = [torch.unique(own[own >= 0]) for own in named]
     room = max(int((union < whole).sum()) for union in unions)
     shape, pinned = (len(keys), room * page_size + rest), device.type == "cuda"
     parts = (keys,) if keys[0] is values[0] else (keys, values)
@@ -104,9 +104,3 @@ def gather_pages(
     *raw, numbers = (part.to(device, non_blocking=True) for part in (*staged, renumbered))
     copied = [part[0].floats(own) for part, own in zip(parts, raw, strict=True)]
     return copied[0], copied[-1], numbers
-
-
-def _union(pages: Tensor) -> Tensor:
-    """The pages that any list names, in ascending order, on the host."""
-    union: Tensor = torch.unique(pages.cpu())
-    return union[int(union.numel() > 0 and union[0] < 0) :]  # padding is -1

@@ -20,24 +20,8 @@ from torch import Tensor
 from offload_decode.attention.host_tokens import Logits, State, divide, weigh
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
 from offload_decode.attention.rows import LayerRows, Rows, head_bits, numpy_view
-from offload_decode.common.rows import threads
+from offload_decode.common.rows import scan, threads
 from offload_decode.common.rows.loops import prefetch_row
-from offload_decode.common.rows.scan import (
-    BF16,
-    FP16,
-    FP32,
-    INT8,
-    LANES,
-    QUERIES,
-    ROWS,
-    SUMS,
-    candidate,
-    ordered,
-    products,
-    put,
-    score_and_row,
-    widen_row,
-)
 from offload_decode.common.rows.threads import Share
 from offload_decode.types import AttentionState
 
@@ -58,9 +42,7 @@ class Bounds(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Lists of pages of `size` tokens, int64 `[Hkv, Q, K]`, -1 for none, and the limit of each head's places,
-    int64 `[Hkv]`.
-    """
+    """Lists of pages of `size` tokens, int64 `[Hkv, Q, K]`, -1 for none, and each head's limit `[Hkv]`."""
 
     pages: npt.NDArray[np.int64]
     size: int
@@ -75,7 +57,7 @@ def score_layer(bounds: Any, queries: Any, group: int, share: Any, out: Any) -> 
     heads, pages = len(out), out.shape[2]
     tasks = -(-pages // share.rows)
     scores = np.empty((queries.shape[1], BLOCK), np.float32)
-    rows = np.zeros((ROWS, queries.shape[2]), np.float32)
+    rows = np.zeros((scan.ROWS, queries.shape[2]), np.float32)
     for task in range(share.first, heads * tasks, share.step):
         head, start = task // tasks, task % tasks * share.rows
         own = Bounds(bounds.lower[head], bounds.upper[head], bounds.layout, bounds.scale[head])
@@ -89,9 +71,9 @@ def score_layer(bounds: Any, queries: Any, group: int, share: Any, out: Any) -> 
 @njit(nogil=True, cache=True)
 def _score_block(bounds: Any, queries: Any, start: int, count: int, rows: Any, scores: Any) -> None:
     lower, upper, layout, scale = bounds
-    sums = np.empty(SUMS, np.float32)
-    for first in range(0, count, ROWS):
-        there = min(ROWS, count - first)
+    sums = np.empty(scan.SUMS, np.float32)
+    for first in range(0, count, scan.ROWS):
+        there = min(scan.ROWS, count - first)
         pages = slice(start + first, start + first + there)
         for page in range(pages.start + AHEAD, pages.stop + AHEAD):
             prefetch_row(upper, page)
@@ -100,9 +82,9 @@ def _score_block(bounds: Any, queries: Any, start: int, count: int, rows: Any, s
             _widen_codes((upper[pages], lower[pages]), scale[pages.start // SCALE_PAGES], rows)
         else:
             _widen_floats(lower[pages], upper[pages], layout, rows)
-        for g in range(0, len(queries), QUERIES):
-            products(rows, queries, g, sums)
-            put(sums, scores, g, first, there)
+        for g in range(0, len(queries), scan.QUERIES):
+            scan.products(rows, queries, g, sums)
+            scan.put(sums, scores, g, first, there)
 
 
 # Functions of their own: see `common.rows.loops`.
@@ -110,11 +92,10 @@ def _score_block(bounds: Any, queries: Any, start: int, count: int, rows: Any, s
 
 @njit(nogil=True, cache=True)
 def _widen_floats(lower: Any, upper: Any, layout: int, rows: Any) -> None:
-    """Upper and lower bounds of a few pages to `rows [ROWS, 2 W]`."""
     dim, half = lower.shape[1], rows.shape[1] // 2
     for r in range(len(lower)):
-        widen_row(upper[r], layout, rows[r, :dim])
-        widen_row(lower[r], layout, rows[r, half : half + dim])
+        scan.widen_row(upper[r], layout, rows[r, :dim])
+        scan.widen_row(lower[r], layout, rows[r, half : half + dim])
 
 
 @njit(nogil=True, cache=True)
@@ -155,7 +136,7 @@ def keep_largest(scores: Any, share: Any, out: Any) -> None:
     counts = np.empty(1 << 12, np.int64)
     for r in range(share.first, len(scores), share.step):
         for p in range(pages):
-            bits[p] = ordered(scores[r, p])
+            bits[p] = scan.ordered(scores[r, p])
         bound, equal = np.uint32(0), k  # of the scores that begin like `bound`, `equal` are kept
         for shift, width in ((20, 12), (10, 10), (0, 10)):
             mask = (1 << width) - 1
@@ -173,11 +154,11 @@ def keep_largest(scores: Any, share: Any, out: Any) -> None:
             if bits[p] < bound or (bits[p] == bound and equal == 0):
                 continue
             equal -= bits[p] == bound
-            candidates[found] = candidate(scores[r, p], p)
+            candidates[found] = scan.candidate(scores[r, p], p)
             found += 1
         best = np.sort(candidates)
         for j in range(k):
-            out[r, j] = score_and_row(best[k - 1 - j])[1]
+            out[r, j] = scan.score_and_row(best[k - 1 - j])[1]
 
 
 @njit(nogil=True, cache=True)
@@ -226,19 +207,19 @@ def _score_list(
 ) -> None:
     """Inner products of `queries [R, W]` with the tokens of one list to `scores [G, K · S]`."""
     ahead = -(-AHEAD // size)
-    rows, sums = np.zeros((ROWS, queries.shape[1]), np.float32), np.empty(SUMS, np.float32)
+    rows, sums = np.zeros((scan.ROWS, queries.shape[1]), np.float32), np.empty(scan.SUMS, np.float32)
     for j in range(len(pages)):
         start, place = pages[j] * size, j * size
         after = pages[min(j + ahead, len(pages) - 1)] * size
         tokens = min(size, len(keys) - start, limit - place) if start >= 0 else 0
-        for first in range(0, tokens, ROWS):
-            there = min(ROWS, tokens - first)
+        for first in range(0, tokens, scan.ROWS):
+            there = min(scan.ROWS, tokens - first)
             for r in range(there):
                 prefetch_row(keys, after + first + r)
-                widen_row(keys[start + first + r], layout, rows[r, :dim])
-            for g in range(0, len(queries), QUERIES):
-                products(rows, queries, g, sums)
-                put(sums, scores, g, place + first, there)
+                scan.widen_row(keys[start + first + r], layout, rows[r, :dim])
+            for g in range(0, len(queries), scan.QUERIES):
+                scan.products(rows, queries, g, sums)
+                scan.put(sums, scores, g, place + first, there)
 
 
 @njit(nogil=True, cache=True)
@@ -254,7 +235,7 @@ def _add_values(weights: Any, values: Any, layout: int, pages: Any, size: int, l
             there = min(_TOGETHER, tokens - first)
             for r in range(there):
                 prefetch_row(values, after + first + r)
-                widen_row(values[start + first + r], layout, rows[r])
+                scan.widen_row(values[start + first + r], layout, rows[r])
             for r in range(there, _TOGETHER):
                 rows[r] = 0
             for g in range(len(out)):
@@ -273,7 +254,8 @@ def _add_four(weights: Any, rows: Any, out: Any) -> None:
 
 Array = npt.NDArray[Any]
 
-_LAYOUTS = {torch.float16: FP16, torch.bfloat16: BF16, torch.float32: FP32, torch.int8: INT8}
+_FLOATS = {torch.float16: scan.FP16, torch.bfloat16: scan.BF16, torch.float32: scan.FP32}
+_LAYOUTS = _FLOATS | {torch.int8: scan.INT8}
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
@@ -324,11 +306,12 @@ def attend_pages(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """As `pages_reference.attend_pages`; `keys` and `values` are the stored rows of each KV head, or a
-    tensor.
-    """
+    """As `pages_reference.attend_pages`, of the stored rows of each KV head, or a tensor."""
     heads, lists, group, dim = query.shape
-    keys, values = _stored(keys), _stored(values)
+    keys, values = (
+        [Rows(numpy_view(own)) for own in side] if isinstance(side, Tensor) else side
+        for side in (keys, values)
+    )
     own = LayerRows.of(keys), LayerRows.of(values)
     queries, listed = _padded(query), _listed(pages, page_size, limit)
     logits = Logits.of(scaling, softcap)
@@ -347,17 +330,13 @@ def _spread(work: Callable[[Share], None], tasks: int, rows: int = 1) -> None:
 def _padded(query: Tensor) -> Array:
     """float32 `[..., R, D]` with zeros behind, as `offload_decode.common.rows.scan` takes them."""
     *heads, rows, dim = query.shape
-    wide = np.zeros((*heads, rows + -rows % QUERIES, dim + -dim % LANES), np.float32)
+    wide = np.zeros((*heads, rows + -rows % scan.QUERIES, dim + -dim % scan.LANES), np.float32)
     wide[..., :rows, :dim] = query.float().numpy()
     return wide
 
 
 def _listed(pages: Tensor, page_size: int, limit: Tensor) -> Listed:
     return Listed(pages.contiguous().numpy(), page_size, limit.contiguous().numpy())
-
-
-def _stored(parts: Sequence[Rows] | Tensor) -> Sequence[Rows]:
-    return [Rows(numpy_view(own)) for own in parts] if isinstance(parts, Tensor) else parts
 
 
 def _bits(numbers: Tensor) -> Array:

@@ -49,9 +49,7 @@ class Queries:
         return self.by_token().transpose(2, 3).flatten(1, 2)
 
     def by_row(self, lists: Tensor) -> Tensor:
-        """`lists [Hkv, Q, group, ...]`, in the order of `by_list`, as `[Hkv, R, ...]`. A list that a group
-        shares, `[Hkv, Q, 1, ...]`, is repeated.
-        """
+        """`lists [Hkv, Q, group or 1, ...]`, as in `by_list`, to `[Hkv, R, ...]`, shared ones repeated."""
         heads, _, members, *rest = lists.shape
         spread = lists.reshape(heads, self.batch, self.tokens, members, *rest).transpose(2, 3)
         return spread.expand(-1, -1, self.group, -1, *rest).flatten(1, 3)

@@ -48,9 +48,7 @@ def cap(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores [..., S]` to weights `[..., S]` and natural-log log-sum-exp `[...]`; rows of only -inf give
-    zeros.
-    """
+    """Weights `[..., S]` and log-sum-exp `[...]` of `scores [..., S]`; rows of only -inf give zeros."""
     if scores.shape[-1] == 0:
         return scores, scores.new_full(scores.shape[:-1], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)

@@ -26,9 +26,7 @@ class HostCopy:
         return cls(tuple(copies), torch.cuda.current_stream(parts[0].device).record_event())
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors; other threads go on meanwhile, and so does what the device was given after the
-        copies.
-        """
+        """The tensors; other threads and later work of the device go on meanwhile."""
         self.done.synchronize()
         return self.parts
 
@@ -61,9 +59,7 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def room(self, rows: int, row_bytes: int) -> Tensor:
-        """Bytes `[rows, row_bytes]` that no copy reads any more. `sent` is to be what happens when the next
-        one has read them.
-        """
+        """Bytes `[rows, row_bytes]` that no copy reads any more; the caller sets `sent` for the next one."""
         if self.sent is not None:
             self.sent.synchronize()
         size = rows * row_bytes

@@ -13,8 +13,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from offload_decode.attention.host_gather import gather_rows
-from offload_decode.attention.rows import Rows, run
+from offload_decode.attention.rows import Rows, gather_rows, run
 from offload_decode.attention.transfers import Staging, to_device
 from offload_decode.common.errors import ConfigError
 from offload_decode.types import StepStats

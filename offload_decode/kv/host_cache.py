@@ -14,11 +14,10 @@ from torch import Tensor
 from offload_decode.attention.dense import attend_blocks
 from offload_decode.attention.device_tokens import attend_rows
 from offload_decode.attention.host_dense import attend_all
-from offload_decode.attention.host_gather import unite
 from offload_decode.attention.host_tokens import attend_tokens
 from offload_decode.attention.pages import attend_pages, loaded_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.rows import HeadRows, Rows, tensor_view
+from offload_decode.attention.rows import HeadRows, Rows, tensor_view, unite
 from offload_decode.attention.state import empty_state, joined
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kv.device_cache import DeviceRows

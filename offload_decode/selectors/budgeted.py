@@ -51,9 +51,7 @@ class Rest(NamedTuple):
         return torch.where(self.others == 0, 0.0, self.others / self.logits.isfinite().sum(-1))
 
     def log_sum(self) -> Tensor:
-        """Log of the estimated sum of exp(logit) over the others, `[Hkv, R]`: -inf where there are none, and
-        +inf where none was sampled, so that nothing is known of them.
-        """
+        """Log of the estimated sum of exp(logit), `[Hkv, R]`: -inf for none, +inf if none was sampled."""
         each = self.each()
         total = torch.logsumexp(self.logits, -1) + each.log()
         return torch.where(each.isinf(), torch.inf, torch.where(each == 0, -torch.inf, total))
@@ -67,9 +65,7 @@ class Rest(NamedTuple):
 
 
 class MassBudget:
-    """Selections by share of the attention, over one store; a layer's sample is drawn when first asked for
-    and kept in float32 on the device.
-    """
+    """Selections by share of the attention; a layer's sample is drawn once and kept on the device."""
 
     def __init__(self, host: HostKV, sample: int = SAMPLE):
         self.host = host
@@ -223,7 +219,6 @@ class Budgeted:
 def _for_each_head(
     chosen: Selection | PageSelection, budget: LayerBudget, n_tokens: int
 ) -> Selection | PageSelection:
-    """The first of what was chosen, as many for each head as its own count says."""
     counts = torch.tensor([head.tokens for head in budget.heads])
     if isinstance(chosen, PageSelection):
         own = places(counts, n_tokens % chosen.page_size, chosen.page_size)

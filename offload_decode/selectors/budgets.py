@@ -99,8 +99,11 @@ class Budget:
             wanted = _linear_heads(wanted, n_tokens)
         elif self.schedule != "uniform":
             raise ConfigError(f"unknown schedule '{self.schedule}'; choose one of: {', '.join(SCHEDULES)}")
+        # No count is more than there is, and all of the mass is all of the tokens.
         return {
-            layer: None if layer in dense else _limited(heads, n_tokens)
+            layer: None
+            if layer in dense or all(head.mass == 1 for head in heads)
+            else LayerBudget(tuple(HeadBudget(min(head.tokens, n_tokens), head.mass) for head in heads))
             for layer, heads in zip(layers, wanted, strict=True)
         }
 
@@ -159,15 +162,7 @@ def _amount(amount: str, n_tokens: int) -> HeadBudget:
     return HeadBudget(round(count))
 
 
-def _limited(heads: list[HeadBudget], n_tokens: int) -> LayerBudget | None:
-    """No count is more than there is, and all of the mass is all of the tokens."""
-    if all(head.mass == 1 for head in heads):
-        return None
-    return LayerBudget(tuple(HeadBudget(min(head.tokens, n_tokens), head.mass) for head in heads))
-
-
 def _linear_heads(layers: list[list[HeadBudget]], n_tokens: int) -> list[list[HeadBudget]]:
-    """The linear schedule of each head on its own."""
     if any(head.mass is not None for heads in layers for head in heads):
         raise ConfigError(
             "a mass finds its own number of tokens in every layer: leave 'schedule' out, or give a count"

@@ -84,14 +84,11 @@ class LessIsMore(Selector):
         return copy.copy(self)
 
     def _source(self, layer: int) -> int | None:
-        """The selecting layer whose list `layer` takes."""
         place = bisect_right(self.select_layers, layer)
         return self.select_layers[place - 1] if place else None
 
     def _rank(self, layer: int, queries: Queries) -> Tensor:
-        """Tokens by attention summed over heads, best first, `[batch · tokens, k]` for the largest k that a
-        layer will ask for.
-        """
+        """Tokens by attention summed over heads, best first, `[batch · tokens, largest k]`."""
         length, rows = self.host.length, queries.rows
         stored = self.host.layer_keys(layer)
         takers = (own for taker, own in self.budgets.items() if self._source(taker) == layer)

@@ -57,9 +57,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> type[Selector]:
-    """The selector class of a name: an extension's, or of the module of that name. Raises `ConfigError` and
-    `ExtensionError`.
-    """
+    """The class of a name. Raises `ConfigError` and `ExtensionError`."""
     extension = EXTENSIONS.get(name)
     if extension is not None:
         return extension
@@ -89,9 +87,7 @@ _VARIABLES = ("name", "paper", "reads", "holds", "remembers")
 
 @dataclass(frozen=True)
 class Declared:
-    """A selector's class variables (see `base.Selector`), its docstring's first paragraph, and
-    its options with their defaults.
-    """
+    """Class variables (see `base.Selector`), the docstring's first paragraph, and options with defaults."""
 
     name: str
     method: str
@@ -103,9 +99,7 @@ class Declared:
 
 
 def declared(selector: str) -> Declared:
-    """What the built-in selector of that name declares, and inherits. Class variables and defaults are
-    literals.
-    """
+    """What a built-in selector declares, and inherits: class variables and defaults are literals."""
     module = _homes(tuple(selectors.__path__))[selector]
     classes = [line for line in _tree(module).body if isinstance(line, ast.ClassDef)]
     own, values = next(
@@ -132,9 +126,7 @@ def _first_paragraph(docstring: str | None) -> str:
 
 
 def _gathered(module: str, kind: ast.ClassDef) -> dict[str, Any]:
-    """The class variables of a class and of those that it inherits from, in the order of a dataclass:
-    literals, and for a class where it is.
-    """
+    """A class's variables, with inherited ones first: literals, and for a class where it is."""
     values: dict[str, Any] = {}
     for base in reversed(kind.bases):
         match base:

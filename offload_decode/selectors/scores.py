@@ -7,6 +7,7 @@ nor all scores of a row are ever in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,9 +46,7 @@ def top_scores(
 
 
 def blocks(length: int, start: int = 0, rows: int = 1) -> Iterator[slice]:
-    """`start:length` in slices of at most `BLOCK_TOKENS`, of which `rows` rows have at most `BLOCK_SCORES`
-    scores.
-    """
+    """Slices of at most `BLOCK_TOKENS`, of which `rows` rows have at most `BLOCK_SCORES` scores."""
     step = max(1, min(BLOCK_TOKENS, BLOCK_SCORES // rows))
     for first in range(start, length, step):
         yield slice(first, min(first + step, length))
@@ -84,13 +83,12 @@ def top_inner_products(query: Tensor, keys: Sequence[Rows], k: int) -> Selection
 
     `query [Hkv, R, d]` float32; `keys` of each KV head.
     """
-    found = [_top_of_head(own, rows, k) for own, rows in zip(query, keys, strict=True)]
+    found = [
+        top_tokens(partial(inner_products, own, rows), len(own), len(rows), k)
+        for own, rows in zip(query, keys, strict=True)
+    ]
     scores, ids = to_host(*(torch.stack(parts) for parts in zip(*found, strict=True)))
     return Selection(ids, scores)
-
-
-def _top_of_head(query: Tensor, keys: Rows, k: int) -> tuple[Tensor, Tensor]:
-    return top_tokens(lambda part: inner_products(query, keys, part), len(query), len(keys), k)
 
 
 def page_token_scores(query: Tensor, keys: Sequence[Rows], chosen: PageSelection) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool1d
 
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
@@ -61,14 +62,11 @@ class SnapKV(Memory[Tensor]):
         if k >= self.host.length:
             return EVERYTHING
         if layer not in self.state:
-            heads = range(len(queries.rows))
-            self.state[layer] = torch.stack([self._elected(layer, head, queries, k) for head in heads])
+            kernel = self.options.kernel
+            votes = torch.stack([self._votes(layer, head, queries) for head in range(len(queries.rows))])
+            pooled = max_pool1d(votes, kernel, stride=1, padding=kernel // 2)
+            self.state[layer] = pooled.topk(k).indices.cpu()
         return Selection(self.state[layer][:, None].expand(-1, queries.rows.shape[1], -1))
-
-    def _elected(self, layer: int, head: int, queries: Queries, k: int) -> Tensor:
-        votes, kernel = self._votes(layer, head, queries), self.options.kernel
-        pooled = torch.nn.functional.max_pool1d(votes[None], kernel, stride=1, padding=kernel // 2)[0]
-        return pooled.topk(k).indices.cpu()
 
     def _votes(self, layer: int, head: int, queries: Queries) -> Tensor:
         """Attention of the window's queries to each stored token, summed: float32 `[N]`."""

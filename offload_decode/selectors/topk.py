@@ -35,9 +35,7 @@ class Oracle(Selector):
 
 @dataclass(frozen=True)
 class Options(SelectorOptions):
-    """`index`: the kind of vector index that is searched; `auto` is the clusters where they are built, else
-    flat.
-    """
+    """`index`: the kind of index; `auto` is the clusters where they are built, else flat."""
 
     index: str = "auto"
 

@@ -40,9 +40,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """What r rows of one KV head selected: `ids [r, k]` int64, padded with -1; `scores [r, k]`, their q·k, or
-    None.
-    """
+    """What r rows of one KV head selected: `ids [r, k]` int64, padded with -1; their q·k, or None."""
 
     ids: Tensor
     scores: Tensor | None
@@ -62,6 +60,7 @@ class Tail(ABC):
     least_size: ClassVar[int] = 1
     largest_size: ClassVar[int] = 1 << 16
     states_error: ClassVar[bool] = False
+    cluster_size: ClassVar[int | None] = None  # keys of a cluster, on average; None: as many as the size
 
     def __init__(self, host: HostKV, size: int):
         self.host = host
@@ -72,13 +71,13 @@ class Tail(ABC):
     def clusters(self, layer: int, head: int) -> Clusters:
         """The clusters of one KV head's keys, built when first asked for and kept."""
         if (layer, head) not in self._clusters:
-            self._clusters[layer, head] = build(self.host.keys(layer, head).array, self.cluster_size)
+            self._clusters[layer, head] = build(
+                self.host.keys(layer, head).array, self.cluster_size or self.size
+            )
         return self._clusters[layer, head]
 
     def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
-        """The state of what `selection`, which is not everything, leaves out for each of the rows
-        `[Hkv, R]`.
-        """
+        """The state of what `selection`, which is not everything, leaves out, for each row `[Hkv, R]`."""
         rows = queries.rows.cpu()
         state = empty_state(rows, self.host.values(layer, 0).dim)
         deviation = torch.full_like(state.lse, -torch.inf) if self.states_error else None
@@ -93,25 +92,13 @@ class Tail(ABC):
                 if deviation is not None and estimate.deviation is not None:
                     deviation[head, part] = estimate.deviation
         device = queries.rows.device
-        return Estimate(
-            state.out.to(device), state.lse.to(device), None if deviation is None else deviation.to(device)
-        )
+        deviation = None if deviation is None else deviation.to(device)
+        return Estimate(state.out.to(device), state.lse.to(device), deviation)
 
     def _parts(self, layer: int, head: int, rows: int, k: int) -> list[slice]:
         # A row meets every cluster, and the tokens that the part's rows selected.
         step = max(1, min(SCORES // self.width(layer, head), isqrt(SCORES // max(1, k))))
         return [slice(start, start + step) for start in range(0, rows, step)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held beyond the store, so far."""
-        derived = sum(part.nbytes for part in self._derived.values())
-        return derived + sum(own.nbytes for own in self._clusters.values())
-
-    @property
-    @abstractmethod
-    def cluster_size(self) -> int:
-        """Keys of a cluster, on average."""
 
     @abstractmethod
     def width(self, layer: int, head: int) -> int:
@@ -149,10 +136,6 @@ class ClusterEstimate(Tail):
 
     default_size = 16
 
-    @property
-    def cluster_size(self) -> int:
-        return self.size
-
     def width(self, layer: int, head: int) -> int:
         """A handful of numbers for each cluster."""
         return len(self.clusters(layer, head).sizes)
@@ -179,17 +162,12 @@ class ClusterEstimate(Tail):
         taken = torch.zeros(len(rows), len(union))
         taken.scatter_add_(1, place, weights.gather(1, owner).masked_fill(selected.padding, 0))
         values = self.host.values(layer, head).read(union, HOST)
-        out = weights @ self._value_sums(layer, head) - taken @ values
-        return Estimate(out, lse)
-
-    def _value_sums(self, layer: int, head: int) -> Tensor:
         if (layer, head) not in self._derived:
-            values = self.host.values(layer, head).array
-            self._derived[layer, head] = torch.from_numpy(self.clusters(layer, head).sum_of(values))
-        return self._derived[layer, head]
+            every = clusters.sum_of(self.host.values(layer, head).array)
+            self._derived[layer, head] = torch.from_numpy(every)
+        return Estimate(weights @ self._derived[layer, head] - taken @ values, lse)
 
 
-CLUSTER_SIZE = 16
 UNIFORM = 0.1  # the share of draws that ignore the query
 
 
@@ -211,14 +189,8 @@ class SampleEstimate(Tail):
     default_size = 256
     least_size = 2
     states_error = True
-
-    def __init__(self, host: HostKV, size: int, seed: int = 0):
-        super().__init__(host, size)
-        self.seed = seed
-
-    @property
-    def cluster_size(self) -> int:
-        return CLUSTER_SIZE
+    cluster_size = 16
+    seed = 0
 
     def width(self, layer: int, head: int) -> int:
         """A handful of numbers for each cluster, and the keys and values of the draws."""
@@ -267,25 +239,18 @@ class SampleEstimate(Tail):
         rank = (left.cumsum(1) - left).gather(1, chosen) + into.floor().clamp(
             torch.zeros_like(size), size - 1
         )
-        place = _unselected(
-            self._place_of(layer, head)[selected.ids.clamp(min=0)], selected.padding, rank.long()
-        )
+        if (layer, head) not in self._derived:  # each token's place among the members of all clusters
+            members = torch.from_numpy(clusters.members)
+            order = torch.arange(len(members), dtype=torch.int32)
+            self._derived[layer, head] = torch.empty_like(members).scatter_(0, members.long(), order)
+        places = self._derived[layer, head][selected.ids.clamp(min=0)]
+        place = _unselected(places, selected.padding, rank.long())
         tokens = torch.from_numpy(clusters.members)[place.clamp(max=len(clusters.members) - 1)].long()
         return tokens, (chance / size).log().float().masked_fill(none, torch.inf)
 
-    def _place_of(self, layer: int, head: int) -> Tensor:
-        """Where each token stands among the members of all clusters: int32 `[N]`."""
-        if (layer, head) not in self._derived:
-            members = torch.from_numpy(self.clusters(layer, head).members)
-            order = torch.arange(len(members), dtype=torch.int32)
-            self._derived[layer, head] = torch.empty_like(members).scatter_(0, members.long(), order)
-        return self._derived[layer, head]
-
 
 def _unselected(places: Tensor, padding: Tensor, rank: Tensor) -> Tensor:
-    """The places `[r, m]` that are not among the selected `places [r, k]` and have `rank [r, m]` such places
-    before them.
-    """
+    """Places `[r, m]` not among the selected `[r, k]` that have `rank [r, m]` such ones before them."""
     beyond = torch.iinfo(torch.int64).max
     ordered = places.long().masked_fill(padding, beyond).sort(dim=1).values
     before = ordered - torch.arange(places.shape[1])  # unselected ones before each selected one

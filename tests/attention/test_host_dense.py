@@ -108,16 +108,6 @@ def test_nothing_is_the_empty_state():
     assert attend_all(query[:, :0], filled, filled, 0.5).out.shape == (2, 0, 8)
 
 
-def test_it_equals_the_plain_reference_of_states():
-    keys, values = stored("bfloat16", 2, 150, 16, 0), stored("bfloat16", 2, 150, 16, 1)
-    query = torch.randn(2, 6, 16)
-    dense = [torch.stack([own.read(slice(None), CPU) for own in part])[None] for part in (keys, values)]
-    expected = attend(query[None], *dense, 0.25)
-    torch.testing.assert_close(
-        attend_all(query, keys, values, 0.25).out, expected.out[0], atol=2e-6, rtol=2e-6
-    )
-
-
 def test_what_it_holds_is_stated(monkeypatch):
     keys, values = stored("float16", 2, 4000, 64, 0), stored("float16", 2, 4000, 64, 1)
     monkeypatch.setattr(host_dense, "PART", 100)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from numba import njit
 
 from offload_decode.attention import host_tokens
-from offload_decode.attention.host_gather import gather_rows, unite
 from offload_decode.attention.host_tokens import attend_tokens
-from offload_decode.attention.rows import Rows
+from offload_decode.attention.rows import Rows, gather_rows, unite
 from offload_decode.attention.state import attend
 from offload_decode.common.rows import compiled, encodings, threads
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from offload_decode.attention import rows
-from offload_decode.attention.host_gather import unite
 from offload_decode.attention.pages import gather_pages
-from offload_decode.attention.rows import Rows
+from offload_decode.attention.rows import Rows, unite
 from offload_decode.common.rows import encodings
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import with_cache
@@ -99,23 +98,19 @@ def test_no_head_is_ever_decoded_whole(tmp_path, monkeypatch, kv, selector, opti
     monkeypatch.setattr("offload_decode.kv.page_bounds.STEP_TOKENS", most)
     monkeypatch.setattr("offload_decode.common.rows.arrays._BLOCK_BYTES", 4 * most * 16)
     monkeypatch.setattr("offload_decode.indexes.clusters.kmeans.SEGMENT", most)
-    floats, decode, widen = Rows.floats, encodings.decode, rows.widen_rows
+    ways = (
+        (rows, "widen_rows", lambda bits, layout, ids, out: len(ids)),
+        (Rows, "floats", lambda stored, raw: raw.shape[:-1].numel()),
+        (encodings, "decode", len),
+    )
+    for owner, name, count in ways:
+        real = getattr(owner, name)
 
-    def watched_floats(stored, raw):
-        seen.append(raw.shape[:-1].numel())
-        return floats(stored, raw)
+        def watched(*given, run=real, count=count):
+            seen.append(count(*given))
+            return run(*given)
 
-    def watched_decode(array):
-        seen.append(len(array))
-        return decode(array)
-
-    def watched_widen(bits, layout, ids, out):
-        seen.append(len(ids))
-        return widen(bits, layout, ids, out)
-
-    monkeypatch.setattr(rows, "widen_rows", watched_widen)
-    monkeypatch.setattr(Rows, "floats", watched_floats)
-    monkeypatch.setattr(encodings, "decode", watched_decode)
+        monkeypatch.setattr(owner, name, watched)
     engine = Engine.open(store, loaded, selector=selector, options=options)
     engine.extend([5])
     assert max(seen, default=0) <= most

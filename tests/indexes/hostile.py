@@ -28,24 +28,8 @@ from offload_decode.testing.index_contract import (
 )
 
 KEYS, K = 3000, 8
-WORDS = (
-    0,
-    1,
-    -1,
-    2,
-    15,
-    16,
-    255,
-    KEYS - 1,
-    KEYS,
-    KEYS + 1,
-    2**31 - 1,
-    -(2**31),
-    2**40,
-    2**62,
-    2**63 - 1,
-    -(2**63),
-)
+SMALL = (0, 1, -1, 2, 15, 16, 255, KEYS - 1, KEYS, KEYS + 1)
+WORDS = (*SMALL, 2**31 - 1, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63))
 FLOATS = (np.nan, np.inf, -np.inf, 1e38, -1.0)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from offload_decode.common.errors import IndexNotWritten
 from offload_decode.indexes import get
 from offload_decode.indexes.approximate import ApproximateIndex, geometric, recall, tune
 from offload_decode.indexes.base import Hits
@@ -122,25 +120,6 @@ def test_memory_is_counted(kind: str) -> None:
     half, single = build(kind, clustered_keys(2000)), build(kind, clustered_keys(2000, np.float32))
     assert half.nbytes > half.keys.nbytes  # the libraries keep copies of the keys
     assert single.nbytes > single.keys.nbytes
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_write_leaves_the_older_index(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = clustered_keys(500)
-    index = build(kind, keys)
-    index.save(tmp_path / "i")
-
-    def fail(file: str) -> None:
-        Path(file).write_bytes(b"half")
-        raise RuntimeError("no space left")
-
-    monkeypatch.setattr(index, "_write_native", fail)
-    with pytest.raises(IndexNotWritten, match="no space left"):
-        index.save(tmp_path / "i")
-    assert get(kind).load(tmp_path / "i", keys).recall == index.recall
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 class Stepwise:

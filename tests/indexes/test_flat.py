@@ -37,15 +37,15 @@ def brute_force(queries: Any, keys: Any, k: int) -> tuple[Any, Any]:
     return ids, np.take_along_axis(scores, ids, axis=1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=210, deadline=None)
 @given(
     n=st.integers(1, 130),
-    dim=st.integers(1, 19),
+    dim=st.integers(1, 40),
     rows=st.integers(1, 21),
     k=st.integers(1, 140),
     block=st.sampled_from([1, 7, 16, 64, 2048]),
     group=st.sampled_from([3, 256]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([*DTYPES, *ENCODINGS]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_equals_sorting_with_ties_to_the_lower_id(
@@ -53,38 +53,18 @@ def test_equals_sorting_with_ties_to_the_lower_id(
 ) -> None:
     rng = np.random.default_rng(seed)
     # Small integers: sums are exact in every dtype, and there are many ties.
-    keys = rng.integers(-2, 3, (n, dim)).astype(dtype)
-    queries = rng.integers(-3, 4, (rows, dim)).astype(np.float32)
+    if dtype in ENCODINGS:
+        keys = encodings.encode(rng.standard_normal((n, 2 * dim)), dtype)
+        keys["codes"][::5], keys["scale"] = keys["codes"][0], 0.5
+    else:
+        keys = rng.integers(-2, 3, (n, dim)).astype(dtype)
+    stands_for = encodings.decode(keys)
+    queries = rng.integers(-3, 4, (rows, stands_for.shape[1])).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "_BLOCK_ROWS", block)
         patch.setattr(flat, "_GROUP_ROWS", group)
         hits = FlatIndex.build(keys).search(queries, k)
-    ids, scores = brute_force(queries, keys, k)
-    np.testing.assert_array_equal(hits.ids[:, : min(k, n)], ids)
-    np.testing.assert_array_equal(hits.scores[:, : min(k, n)], scores)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    n=st.integers(1, 130),
-    half=st.integers(1, 40),
-    rows=st.integers(1, 9),
-    k=st.integers(1, 140),
-    block=st.sampled_from([1, 7, 64, 2048]),
-    encoding=st.sampled_from(ENCODINGS),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_encoded_keys_are_searched_as_what_they_decode_to(
-    n: int, half: int, rows: int, k: int, block: int, encoding: str, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    keys = encodings.encode(rng.standard_normal((n, 2 * half)), encoding)
-    keys["codes"][::5], keys["scale"] = keys["codes"][0], 0.5  # ties, and exact sums
-    queries = rng.integers(-3, 4, (rows, 2 * half)).astype(np.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "_BLOCK_ROWS", block)
-        hits = FlatIndex.build(keys).search(queries, k)
-    ids, scores = brute_force(queries, encodings.decode(keys), k)
+    ids, scores = brute_force(queries, stands_for, k)
     np.testing.assert_array_equal(hits.ids[:, : min(k, n)], ids)
     np.testing.assert_array_equal(hits.scores[:, : min(k, n)], scores)
 

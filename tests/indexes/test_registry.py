@@ -47,17 +47,14 @@ def test_a_missing_library_is_answered_with_its_extra(
         get(kind)
 
 
+HEAVY = ["faiss", "hnswlib", "torch", "transformers", "zarr"]
+
+
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        (
-            "from offload_decode import indexes",
-            ["faiss", "hnswlib", "torch", "numba", "transformers", "zarr"],
-        ),
-        (
-            "from offload_decode import indexes; indexes.get('flat')",
-            ["faiss", "hnswlib", "torch", "transformers", "zarr"],
-        ),
+        ("from offload_decode import indexes", [*HEAVY, "numba"]),
+        ("from offload_decode import indexes; indexes.get('flat')", HEAVY),
     ],
 )
 def test_imports_stay_light(statement: str, absent: list[str]) -> None:

@@ -31,13 +31,8 @@ def sampled(folder, tokens, samples, dtype=torch.float32):
     model = tiny_model("llama", num_hidden_layers=2).to(dtype)
     path = folder / f"{tokens}-{samples}-{dtype}"
     documents = [Document("all", 0, tokens)]
-    prefill_tokens(
-        wrap(model),
-        ids.astype(np.int32),
-        documents,
-        path,
-        Settings(options={"chunk": 64}, query_samples=samples),
-    )
+    settings = Settings(options={"chunk": 64}, query_samples=samples)
+    prefill_tokens(wrap(model), ids.astype(np.int32), documents, path, settings)
     return KVStore.open(path)
 
 

@@ -117,17 +117,15 @@ def test_pages_become_the_smallest_run_of_their_tokens(shared):
 
     selection = select(host, queries, "mass=0.05", choose)
     whole = page_tokens(order.expand(HEADS, -1, -1), 7, 300, torch.full((HEADS,), 301))
-    whole = whole.gather(
-        -1, (whole < 0).int().argsort(dim=-1, stable=True)
-    )  # the ragged page's holes come last
+    holes_last = (whole < 0).int().argsort(dim=-1, stable=True)  # those of the ragged page
+    whole = whole.gather(-1, holes_last)
     if shared:  # rows are [group, tokens], and a token's group reads its list
         whole = whole.repeat(1, GROUP, 1)
     weights = torch.softmax(all_logits(host, queries), -1).gather(-1, whole.clamp(min=0))
     places = (weights.masked_fill(whole < 0, 0).cumsum(-1) < 0.05).sum(-1) + 1
     assert (selection.ids.shape[-1] >= places).all()
-    for row, own, size in zip(
-        selection.ids.flatten(0, 1), whole.flatten(0, 1), places.flatten(), strict=True
-    ):
+    rows = (part.flatten(0, 1) for part in (selection.ids, whole, places))
+    for row, own, size in zip(*rows, strict=True):
         assert (row[:size] == own[:size]).all()
         assert (row[size:] == -1).all()
 
@@ -150,11 +148,8 @@ def test_the_rest_is_unbiased_and_as_spread_as_stated():
     """Every layer draws its own sample, and here all layers have the same keys."""
     host, queries = made(3000, scaling=1.5, layers=200)
     chosen, estimate = exact_top(host, queries)(256), MassBudget(host, sample=256)
-    rests = (
-        torch.stack([estimate.rest(layer, queries, chosen.ids).log_sum() for layer in range(200)])
-        .double()
-        .exp()
-    )
+    logs = [estimate.rest(layer, queries, chosen.ids).log_sum() for layer in range(200)]
+    rests = torch.stack(logs).double().exp()
     logits = all_logits(host, queries)
     best = logits.gather(-1, chosen.ids).exp().sum(-1)
     rest = logits.exp().sum(-1) - best

@@ -169,10 +169,8 @@ def test_a_batch_is_its_questions_one_by_one(batched, name, per_head, monkeypatc
 
 def test_the_first_two_layers_of_the_model_are_dense_by_default(batched):
     host = HostKV(batched, torch.device("cpu"))
-    assert registry.create("quest", {"budget": "4"}, host, batched.manifest.shape).selector.budgets == {
-        0: None,
-        1: None,
-    }
+    held = registry.create("quest", {"budget": "4"}, host, batched.manifest.shape)
+    assert held.selector.budgets == {0: None, 1: None}
 
 
 def test_bytes_count_the_pages_that_are_read_once_for_each_kv_head(batched):

@@ -31,6 +31,11 @@ def folder(tmp_path_factory):
     return path
 
 
+def small_model():
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    return tiny_model("llama", hidden_size=32, num_hidden_layers=2, **heads)
+
+
 def selector(folder, **options):
     store = KVStore.open(folder / "store")
     given = {"dense_layers": "", "page_size": 4, **options}
@@ -71,16 +76,27 @@ def test_bounds_grow_with_the_conversation_and_forget_what_is_taken_back(metadat
     assert tail.page_bounds(8, metadata).lower.shape[1] == -(-tail.length // 8)
 
 
-def test_a_short_conversation_a_question_and_a_dense_layer_are_attended_whole(folder, monkeypatch):
-    row = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
-    assert selector(folder, budget="8").selector.select_generated(LAYER, row, written(100)) is None
+@pytest.mark.parametrize(
+    ("options", "tokens", "length", "chosen"),
+    [
+        ({"budget": "8"}, 1, 100, True),
+        ({"budget": "8"}, 1, 8, False),
+        ({"budget": "8"}, 3, 100, False),  # a question
+        ({"budget": "8", "dense_layers": "1"}, 1, 100, False),
+        ({"budget": "100%"}, 1, 100, False),
+        ({"budget": "mass=0.9"}, 1, 100, False),
+        ({"budget": "8", "page_size": 30}, 1, 59, False),  # the page being filled is all that is wanted
+        ({"budget": "8", "page_size": 30}, 1, 65, True),
+    ],
+)
+def test_pages_of_a_long_conversation_are_chosen_for_a_step(
+    folder, monkeypatch, options, tokens, length, chosen
+):
+    held = selector(folder, **options).selector
+    queries = Queries(torch.randn(KV_HEADS, 2 * tokens, DIM), 0.3, group=2, tokens=tokens)
+    assert held.select_generated(LAYER, queries, written(length)) is None, "it is short"
     monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
-    assert selector(folder, budget="8").selector.select_generated(LAYER, row, written(100)) is not None
-    assert selector(folder, budget="8").selector.select_generated(LAYER, row, written(8)) is None
-    dense = selector(folder, budget="8", dense_layers="1")
-    assert dense.selector.select_generated(LAYER, row, written(100)) is None
-    question = Queries(torch.randn(KV_HEADS, 6, DIM), 0.3, group=2, tokens=3)
-    assert selector(folder, budget="8").selector.select_generated(LAYER, question, written(100)) is None
+    assert (held.select_generated(LAYER, queries, written(length)) is not None) == chosen
 
 
 @pytest.mark.parametrize("length", [24, 27])
@@ -111,9 +127,7 @@ def test_a_step_attends_to_the_best_pages_and_the_one_being_filled(folder, monke
 
 
 def test_the_engine_takes_long_conversations_through_their_pages(folder, monkeypatch):
-    model = tiny_model(
-        "llama", hidden_size=32, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, num_hidden_layers=2
-    )
+    model = small_model()
     tokens = torch.randint(3, VOCAB, (30,), generator=torch.Generator().manual_seed(2))
 
     def last_logits(whole, budget, asked):
@@ -131,25 +145,9 @@ def test_the_engine_takes_long_conversations_through_their_pages(folder, monkeyp
     assert torch.equal(last_logits(1, "100%", longer), last_logits(4096, "100%", longer))
 
 
-def test_a_budget_of_everything_and_masked_tokens_leave_the_conversation_whole(folder, monkeypatch):
-    monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
-    row = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
-    assert selector(folder, budget="100%").selector.select_generated(LAYER, row, written(100)) is None
-    assert selector(folder, budget="mass=0.9").selector.select_generated(LAYER, row, written(100)) is None
-    assert (
-        selector(folder, budget="8", page_size=30).selector.select_generated(LAYER, row, written(59)) is None
-    )
-    assert (
-        selector(folder, budget="8", page_size=30).selector.select_generated(LAYER, row, written(65))
-        is not None
-    )
-
-
 def test_padding_in_a_long_conversation_is_not_attended(folder, monkeypatch):
     monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
-    model = tiny_model(
-        "llama", hidden_size=32, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, num_hidden_layers=2
-    )
+    model = small_model()
     options = {"budget": "8", "dense_layers": ""}
 
     def last_logits(padding):

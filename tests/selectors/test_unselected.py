@@ -12,7 +12,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import unselected
-from offload_decode.selectors.unselected import SampleEstimate, _unselected, selected_lists
+from offload_decode.selectors.unselected import SampleEstimate, selected_lists
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import (
     AttentionState,
@@ -139,11 +139,6 @@ def test_sampling_is_unbiased_and_states_its_error():
     assert ((ratio > 0.9) & (ratio < 1.4)).all()  # never too small but for chance
 
 
-def test_the_unselected_places_in_order():
-    places, padding = torch.tensor([[4, 9, 0, 5]]), torch.tensor([[False, True, False, False]])
-    assert _unselected(places, padding, torch.arange(7)[None]).tolist() == [[1, 2, 3, 6, 7, 8, 9]]
-
-
 def test_draws_go_where_the_attention_is():
     """Ten of 2,000 tokens hold nearly all of it: a uniform draw of 64 would mostly miss them."""
     keys = np.random.default_rng(2).standard_normal((1, 2000, D)).astype(np.float32) * 0.3
@@ -152,9 +147,8 @@ def test_draws_go_where_the_attention_is():
     rows = torch.zeros(HKV, 1, D)
     rows[..., 0] = 1
     queries = Queries(rows, SCALING)
-    estimate = unselected.create("sample:64", host).estimate(
-        0, queries, Selection(torch.zeros(HKV, 1, 0).long())
-    )
+    nothing = Selection(torch.zeros(HKV, 1, 0).long())
+    estimate = unselected.create("sample:64", host).estimate(0, queries, nothing)
     torch.testing.assert_close(estimate.lse, dense(host, queries).lse, atol=0.2, rtol=0)
 
 

@@ -1,5 +1,5 @@
-"""Quest's Triton kernels equal the plain torch reference: under Triton's interpreter where there is no CUDA
-device, and on the card where there is one.
+"""The Triton kernels of pages and of chosen rows equal the plain torch references: under Triton's interpreter
+where there is no CUDA device, and on the card where there is one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.attention import device_tokens
 from offload_decode.attention import pages_reference as paging
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
 from offload_decode.common.errors import ConfigError
+from offload_decode.types import AttentionState
+from tests.card import stand_in
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -64,9 +67,9 @@ def on(device, bounds: PageBounds) -> PageBounds:
     return PageBounds(*(None if part is None else part.to(device) for part in bounds))
 
 
-def same(state, expected):
-    torch.testing.assert_close(state.out.cpu(), expected.out, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(state.lse.cpu(), expected.lse, atol=2e-5, rtol=2e-5)
+def same(state, expected, tolerance=2e-5):
+    torch.testing.assert_close(state.out.cpu(), expected.out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(state.lse.cpu(), expected.lse, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
@@ -265,3 +268,75 @@ def test_the_benchmark_runs_with_torch_and_triton_alone(tmp_path):
         (32, "float16"),
         (32, "int8"),
     }
+
+
+# Chosen rows: (KV heads, rows, k, channels of keys and of values, rows there are)
+ROWS = [(1, 1, 1, 1, 1, 1), (2, 3, 17, 5, 9, 40), (3, 2, 700, 64, 64, 900), (1, 4, 130, 300, 128, 200)]
+
+
+def asked(heads, rows, k, dim, value_dim, there, dtype=torch.float16):
+    """Queries, keys, values, and places of which some are -1: for one row all of them."""
+    keys, values = random(there, dim, seed=1).to(dtype), random(there, value_dim, seed=2).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    places = torch.stack(
+        [torch.randperm(max(there, k), generator=generator)[:k] for _ in range(heads * rows)]
+    ).view(heads, rows, k)
+    places = places.masked_fill(random(heads, rows, k, seed=4) > 1, -1).masked_fill(places >= there, -1)
+    if rows > 1:
+        places[0, 1] = -1
+    return random(heads, rows, dim), keys, values, places
+
+
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("scored", [False, True])
+def test_attention_to_rows_equals_the_reference(device, shape, softcap, scored):
+    query, keys, values, places = asked(*shape)
+    scores = random(*places.shape, seed=5).masked_fill(random(*places.shape, seed=6) > 1.5, -torch.inf)
+    own = query, None if scored else keys, values, places, scores if scored else None
+    on_device = (None if part is None else part.to(device) for part in own)
+    same(
+        device_tokens._by_program(*on_device, 0.3, softcap), device_tokens.reference(*own, 0.3, softcap), 3e-6
+    )
+
+
+@pytest.mark.parametrize("programs", [1, 10_000])
+def test_rows_in_one_piece_equal_the_merged_one(device, monkeypatch, programs):
+    monkeypatch.setattr(device_tokens, "PROGRAMS", programs)
+    own = *asked(2, 3, 700, 64, 32, 900, torch.bfloat16), None
+    on_device = (None if part is None else part.to(device) for part in own)
+    same(device_tokens._by_program(*on_device, 0.3), device_tokens.reference(*own, 0.3, None), 3e-6)
+
+
+def test_rows_in_pinned_memory_are_read_where_they_lie_in_two_launches(monkeypatch):
+    if not INTERPRETED:
+        pytest.skip("Triton compiles for the card here; TRITON_INTERPRET=1 interprets")
+    query, keys, values, places = asked(2, 3, 700, 64, 32, 900)
+    expected = device_tokens.reference(query, keys, values, places, None, 0.3, None)
+    with stand_in() as card:
+        sent = query.cuda(), places.cuda()
+        launches, waits = [], len(card.waits)
+        launch = card.launch
+        monkeypatch.setattr(card, "launch", lambda args: launches.append(len(args)) or launch(args))
+        rows = [part.pin_memory() for part in (keys, values)]
+        state = device_tokens.attend_rows(sent[0], *rows, sent[1], None, 0.3)
+        assert len(launches) == 2
+        assert len(card.waits) == waits, "nobody waits for it"
+        state = [part.cpu() for part in state]
+        with pytest.raises(RuntimeError, match="neither on the device nor pinned"):
+            device_tokens.attend_rows(sent[0], keys, values, sent[1], None, 0.3)
+    same(AttentionState(*state), expected, 3e-6)
+
+
+def test_no_rows_are_the_empty_state(device):
+    query, keys, values, places = (part.to(device) for part in asked(2, 3, 4, 8, 5, 9))
+    for none in (places[..., :0], torch.full_like(places, -1)):
+        out, lse = device_tokens.attend_rows(query, keys, values, none, None, 1.0)
+        assert (out == 0).all()
+        assert torch.isneginf(lse).all()
+
+
+def test_rows_without_triton_are_named_with_the_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match="attend=host"):
+        device_tokens._by_program(*asked(1, 1, 1, 1, 1, 1), None, 1.0)

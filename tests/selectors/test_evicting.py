@@ -1,12 +1,13 @@
-"""H2O: half heavy hitters by the sum of their attention, half recent."""
+"""H2O keeps half heavy hitters by the sum of their attention, half recent; TOVA drops the least attended."""
 
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 
 import torch
 
-from offload_decode.testing.selector_contract import LAYER
+from offload_decode.testing.selector_contract import LAYER, floats
 from tests.selectors.evicting import EvictingContract, asked, kept_sets
 
 
@@ -33,3 +34,20 @@ class TestH2O(EvictingContract):
         # The two that are kept hold at most what all queries gave, and never less than one query's worth.
         assert torch.all(replay.merit.sum(1) <= all_queries * (1 + 1e-5))
         assert torch.all(replay.merit.sum(1) >= small.manifest.shape.group * 0.5)
+
+
+class TestTOVA(EvictingContract):
+    name = "tova"
+    judge = staticmethod(lambda before, attention: attention)
+    recent = staticmethod(lambda k: 0)
+
+    def test_each_token_of_the_question_drops_the_one_it_attends_to_least(self, small):
+        if small.manifest.n_tokens <= 20:
+            return
+        queries = asked(small)
+        for head, sets in enumerate(kept_sets(self.make(small, budget="20"), queries)):
+            keys = floats(small.keys(LAYER, head))
+            for token, (kept, left) in enumerate(pairwise(sets)):
+                ids = sorted(kept)
+                logits = queries.logits(queries.by_token()[head, 0, :, token] @ keys[ids].T)
+                assert kept - left == {ids[int(logits.softmax(-1).sum(0).argmin())]}
