@@ -42,9 +42,7 @@ class Store(Protocol):
 
 
 def ranges(n_tokens: int, parts: int, page_size: int) -> list[tuple[int, int]]:
-    """Tokens `start:end` of each of so many parts, whole pages and about as many in each; of fewer parts
-    where there are not so many pages.
-    """
+    """Tokens `start:end` of each part: whole pages, about as many in each, and at least one."""
     pages = -(-n_tokens // page_size)
     parts = max(1, min(parts, pages))
     ends = [min(n_tokens, pages * number // parts * page_size) for number in range(parts + 1)]

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +35,7 @@ _WAY_OUT, _STORE_OUT = (f"restore {what} from a copy, or prefill again" for what
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor of the plain file at `path`, for reading. `StoreDamaged` where it is a link, a folder, a
-    pipe or a device; `OSError` where it cannot be opened.
-    """
+    """A descriptor of the plain file at `path`, for reading; `StoreDamaged` where it is of another kind."""
     try:
         return open_plain(path)
     except NotPlain as error:
@@ -69,8 +66,7 @@ def check_sizes(files: Iterable[tuple[str | Path, int]]) -> None:
 
 def check_folders(root: Path, names: Iterable[str]) -> None:
     """`StoreDamaged` unless the folders of these files, up to `root` itself, are no links to others."""
-    folders = {str(folder) for name in names for folder in Path(name).parents[:-1]}
-    for folder in sorted(folders):
+    for folder in sorted({folder for name in names for folder in Path(name).parents[:-1]}):
         if os.path.islink(root / folder):
             raise StoreDamaged(f"{root / folder} is a link, not a folder: {_WAY_OUT}.")
 
@@ -114,12 +110,14 @@ def map_files(files: Sequence[Path], file_bytes: int) -> npt.NDArray[np.uint8]:
             "raise the limit of addresses (ulimit -v), or prefill again."
         ) from error
     view = np.frombuffer(reserved, dtype=np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
     for i, file in enumerate(files):
-        _map_over(view.ctypes.data + i * file_bytes, file, file_bytes)
+        _map_over(libc, view.ctypes.data + i * file_bytes, file, file_bytes)
     return view
 
 
-def _map_over(address: int, file: Path, size: int) -> None:
+def _map_over(libc: ctypes.CDLL, address: int, file: Path, size: int) -> None:
     try:
         descriptor = open_regular(file)
     except FileNotFoundError as error:
@@ -129,24 +127,15 @@ def _map_over(address: int, file: Path, size: int) -> None:
     try:
         if (found := os.fstat(descriptor).st_size) != size:
             raise StoreDamaged(f"{file} has {found:,} bytes and should have {size:,}: {_WAY_OUT}.")
-        libc = _libc()
-        got = libc.mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
-        if got == _MAP_FAILED:
-            reason = os.strerror(ctypes.get_errno())
+        where = ctypes.c_void_p(address), ctypes.c_size_t(size)
+        how = mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, ctypes.c_int64(0)
+        if libc.mmap(*where, *how) == _MAP_FAILED:
+            why = os.strerror(ctypes.get_errno())
             raise StoreError(
-                f"{file} cannot be mapped into memory ({reason}): raise the limit vm.max_map_count."
+                f"{file} cannot be mapped into memory ({why}): raise the limit vm.max_map_count."
             )
     finally:
         os.close(descriptor)
-
-
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-    ]  # fmt: skip
-    return libc
 
 
 SUMS = "SHA256SUMS"
@@ -194,9 +183,8 @@ def read_sums(root: Path) -> dict[str, str]:
     try:
         sums, seal = (read_regular(root / name, LARGEST_SUMS) for name in (SUMS, SEAL))
     except FileNotFoundError as error:
-        raise StoreDamaged(
-            f"{error.filename} is missing, so nothing of the store can be checked: {_STORE_OUT}."
-        ) from error
+        missing = f"{error.filename} is missing, so nothing of the store can be checked"
+        raise StoreDamaged(f"{missing}: {_STORE_OUT}.") from error
     if seal != seal_of(sums):
         raise StoreDamaged(f"{SUMS} and {SEAL} in {root} do not belong together: {_STORE_OUT}.")
     found = _by_path(sums)
@@ -213,9 +201,9 @@ def check_tree(
 
     Where the checksums themselves are damaged, their legible lines still check the other files.
     """
+    plain = {name for name in (SUMS, SEAL) if _is_plain(root / name)}
     lists = {
-        name: read_regular(root / name, LARGEST_SUMS) if _is_plain(root / name) else None
-        for name in (SUMS, SEAL)
+        name: read_regular(root / name, LARGEST_SUMS) if name in plain else None for name in (SUMS, SEAL)
     }
     problems = {name: "missing, or no plain file" for name, data in lists.items() if data is None}
     text = lists[SUMS] or b""
@@ -237,20 +225,17 @@ def check_tree(
     problems |= dict.fromkeys(found - sums.keys(), "not of this store")
     problems |= {folder: "a link" for folder in folders if (root / folder).is_symlink()}
     if problems:
-        found_wrong = listed([f"{name} ({what})" for name, what in sorted(problems.items())])
+        wrong_ones = listed([f"{name} ({what})" for name, what in sorted(problems.items())])
         raise StoreDamaged(
-            f"{root} is damaged: {found_wrong}; restore these files from a copy, or prefill again."
+            f"{root} is damaged: {wrong_ones}; restore these files from a copy, or prefill again."
         )
 
 
 def _of_wrong_size(root: Path, names: set[str], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Files of a wrong size. One of unknown size may still be too large to read: a sparse file of terabytes
-    takes no place on a disk.
-    """
+    """Files of a wrong size; one of unknown size may be too large to read, a sparse one of terabytes."""
     wrong = {}
     for name in names:
-        found = os.stat(root / name)
-        expected = sizes.get(name)
+        found, expected = os.stat(root / name), sizes.get(name)
         if expected is not None and found.st_size != expected:
             wrong[name] = f"{found.st_size:,} bytes instead of {expected:,}"
         elif expected is None and found.st_size > max(LARGEST_LIST, 512 * found.st_blocks):

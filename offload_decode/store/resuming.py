@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,53 +13,25 @@ import numpy as np
 from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.common.rows.encodings import decode
-from offload_decode.store import layout
+from offload_decode.store import layout, staging
 from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
-from offload_decode.store.layer_states import StateLog, WindowLog
-from offload_decode.store.layout import ArraySpec, array_name, array_specs, sample_plan
+from offload_decode.store.layout import ArraySpec, array_specs, sample_plan
 from offload_decode.store.pages import OpenPage, fold_pages
-from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed, staging_damaged
-from offload_decode.store.streams import (
-    Encoder,
-    EncodingLoss,
-    RowStream,
-    allocate,
-    as_bytes,
-    kind_of,
-    no_errors,
-    rows_of,
-    write_array,
-)
+from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed
+from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, no_errors, write_array
 from offload_decode.types import Document
 
 
-@dataclass(frozen=True)
-class Begun:
-    """What is written of a store, as its last commit left it: arrays by name, and `open_pages` (of full
-    layers), `windows` (of local ones) and `states` (of recurrent ones) by layer; `samples`: as of
-    `sample_plan`; `done`: tokens.
-    """
-
-    specs: dict[str, ArraySpec]
-    streams: dict[str, RowStream]
-    open_pages: dict[int, OpenPage | None]
-    windows: dict[int, WindowLog]
-    states: dict[int, StateLog]
-    encoder: Encoder
-    samples: tuple[Array, Array]
-    done: int
-
-
-def begin(
+def prepare(
     partial: Path,
     manifest: Manifest,
     tokens: Array,
     documents: Sequence[Document],
     growth: Growth | None,
-) -> Begun:
-    """The store in the staging folder `partial`, which is held: made, or as it was left.
+) -> tuple[Array, Array]:
+    """Make the store in the staging folder `partial`, which is held, or see that it is this one; its samples.
 
     StoreMismatch where something else was begun there; StoreDamaged where what was begun has changed.
     """
@@ -72,7 +43,7 @@ def begin(
     if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
         _create(partial, manifest, given, growth)
     _refuse_other_job(partial, manifest, given, growth)
-    return _resumed(partial, manifest, samples)
+    return samples
 
 
 def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None) -> None:
@@ -106,47 +77,21 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     committed.save(partial)
 
 
-def _resumed(partial: Path, manifest: Manifest, samples: tuple[Array, Array]) -> Begun:
-    progress = Committed.load(partial)
-    specs = layout.read_specs(partial / STORE, manifest)
-    _check_sizes(partial, manifest, specs)
-    streams = {name: RowStream(partial / STORE, spec) for name, spec in specs.items() if kind_of(spec)}
-    shape, folder = manifest.shape, partial / WINDOWS
-    windows = {layer: WindowLog(folder, layer, manifest) for layer in shape.local_layers}
-    states = {layer: StateLog(folder, layer, shape.layers[layer].states) for layer in shape.state_layers}
-    for name, rows in rows_of(streams, manifest, samples[0], progress.tokens).items():
-        if not streams[name].restore(rows, progress.crcs.get(name, [])):
-            raise staging_damaged(partial, name)
-    for layer, window in windows.items():
-        if not window.restore(progress.segments.get(str(layer), [])) or window.rows != progress.tokens:
-            raise staging_damaged(partial, f"The window of layer {layer}")
-    for layer, log in states.items():
-        kept = progress.states.get(str(layer)), progress.seam_states.get(str(layer))
-        if not log.restore(*kept) or log.rows != progress.tokens:
-            raise staging_damaged(partial, f"The state of layer {layer}")
-    if not {*progress.errors} == {*progress.seam_errors} == {*no_errors(manifest)}:
-        raise staging_damaged(partial, PROGRESS)
-    encoder = Encoder(manifest, {name: EncodingLoss(*found) for name, found in progress.errors.items()})
-    encoder.at_seam = {name: EncodingLoss(*found) for name, found in progress.seam_errors.items()}
-    open_pages = {
-        layer: _reopened_page(manifest, streams[array_name(layer, "keys")]) for layer in shape.full_layers
-    }
-    return Begun(specs, streams, open_pages, windows, states, encoder, samples, progress.tokens)
-
-
-def _check_sizes(partial: Path, manifest: Manifest, specs: Mapping[str, ArraySpec]) -> None:
-    """Every file has had its full size since the beginning; one that has more would be published so."""
+def staged_specs(partial: Path, manifest: Manifest) -> dict[str, ArraySpec]:
+    """The arrays, whose files had their full size from the beginning: a larger one would be published so."""
     root = partial / STORE
+    specs = layout.read_specs(root, manifest)
     for name in layout.group_files(manifest):
         try:
             read_regular(root / name, LARGEST_MANIFEST)
         except (FileNotFoundError, StoreDamaged) as error:
-            raise staging_damaged(partial, name) from error
+            raise staging.damaged(partial, name) from error
     for name, spec in specs.items():
         try:
             check_sizes((str(root / file), spec.chunk_bytes) for file in spec.files())
         except StoreDamaged as error:
-            raise staging_damaged(partial, name) from error
+            raise staging.damaged(partial, name) from error
+    return specs
 
 
 def _refuse_other_job(
@@ -155,7 +100,7 @@ def _refuse_other_job(
     """StoreMismatch where the staged store is not the one that was asked for."""
     staged, asked = layout.read_header(partial / STORE), manifest.to_json()
     if staged is None:
-        raise staging_damaged(partial, layout.ROOT)
+        raise staging.damaged(partial, layout.ROOT)
     asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
     others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
     changed = [
@@ -171,7 +116,7 @@ def _refuse_other_job(
             f"again{', or go on with the same corpus' if growth else ', or choose another path'}."
         )
     if changed:
-        raise staging_damaged(partial, changed[0])
+        raise staging.damaged(partial, changed[0])
 
 
 def _staged_bytes(root: Path, name: str, size: int) -> bytes:
@@ -183,7 +128,7 @@ def _staged_bytes(root: Path, name: str, size: int) -> bytes:
         return staged.read(size + 1)
 
 
-def _reopened_page(manifest: Manifest, keys: RowStream) -> OpenPage | None:
+def reopened_page(manifest: Manifest, keys: RowStream) -> OpenPage | None:
     """The bounds of the page that the last commit left open, from the staged keys of its layer."""
     if not (rows := keys.rows % manifest.page_size) or keys.rows == manifest.n_tokens:
         return None

@@ -68,7 +68,7 @@ def _plain_lock(path: str, flags: int) -> int:
             raise
         descriptor = None
     if descriptor is None or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise staging_damaged(Path(path).parent, LOCK)
+        raise damaged(Path(path).parent, LOCK)
     return descriptor
 
 
@@ -124,7 +124,7 @@ class Committed:
                 check("errors", sums, [float, range(3, 4)])
             return cls(**data, segments=segments, states=states, seam_states=at_seam)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise staging_damaged(partial, PROGRESS) from error
+            raise damaged(partial, PROGRESS) from error
 
 
 def _segment(found: Any) -> Segment:
@@ -136,7 +136,7 @@ def _crc(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body).encode())
 
 
-def staging_damaged(partial: Path, name: str) -> StoreDamaged:
+def damaged(partial: Path, name: str) -> StoreDamaged:
     return StoreDamaged(f"{name} in {partial} is damaged: remove {partial} and prefill again.")
 
 

@@ -1,6 +1,4 @@
-"""Arrays on disk as they grow: rows are encoded where the manifest says so, written straight into the chunk
-files, and read back through maps.
-"""
+"""Arrays on disk as they grow: rows, encoded or plain, are written into chunk files and read through maps."""
 
 from __future__ import annotations
 
@@ -49,8 +47,14 @@ class RowStream:
         )
         assert block.dtype == self.spec.numpy_dtype, f"{self.spec.name}: {block.dtype} for {self.spec.dtype}"
         assert self.rows + block.shape[1] <= self.spec.shape[1], f"{self.spec.name}: more rows than it has"
-        for head, rows in enumerate(block):
-            self._write_head(self._files[head], as_bytes(rows))
+        for files, rows in zip(self._files, block, strict=True):
+            data, position = as_bytes(rows), self.rows * self.spec.row_bytes
+            while data:
+                index, offset = divmod(position, self.spec.chunk_bytes)
+                piece = data[: self.spec.chunk_bytes - offset]
+                _write_at(files[index], offset, piece)
+                self._written.add(files[index])
+                data, position = data[len(piece) :], position + len(piece)
 
     def advance(self, block: Array) -> None:
         """Count `block`, which has been written."""
@@ -69,16 +73,6 @@ class RowStream:
         else:
             self._views[head] = head_view(self._root, self.spec, head)
         return self._views[head]
-
-    def _write_head(self, files: list[Path], data: memoryview) -> None:
-        position = self.rows * self.spec.row_bytes
-        while data:
-            index, offset = divmod(position, self.spec.chunk_bytes)
-            piece = data[: self.spec.chunk_bytes - offset]
-            file = files[index]
-            _write_at(file, offset, piece)
-            self._written.add(file)
-            data, position = data[len(piece) :], position + len(piece)
 
 
 KINDS = ("keys", "values", "key_norms", "page_min", "page_max", "queries")
@@ -99,18 +93,8 @@ def rows_at(manifest: Manifest, positions: Array, tokens: int) -> dict[str, int]
     return dict(zip(KINDS, rows, strict=True))
 
 
-def rows_of(
-    streams: Mapping[str, RowStream], manifest: Manifest, positions: Array, tokens: int
-) -> dict[str, int]:
-    """Rows of each stream when `tokens` tokens are written; `positions` as for `rows_at`."""
-    rows = rows_at(manifest, positions, tokens)
-    return {name: rows[kind_of(stream.spec) or ""] for name, stream in streams.items()}
-
-
 def allocate(root: Path, spec: ArraySpec) -> None:
-    """Make the chunk files of an array at their full size, as zeros that take no space yet; those that are
-    there stay as they are.
-    """
+    """Make the missing chunk files of an array at their full size, as zeros that take no space yet."""
     for name in spec.files():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), open(root / name, "xb") as file:
@@ -125,9 +109,7 @@ def write_array(root: Path, spec: ArraySpec, array: Array) -> None:
 
 
 def head_view(root: Path, spec: ArraySpec, head: int) -> Array:
-    """The rows `[rows, D]` of one head of an array, mapped from its chunk files; read-only and zero-copy.
-    Encoded rows are records `[rows]`.
-    """
+    """One head's rows `[rows, D]`, or records `[rows]`, mapped from its files; read-only and zero-copy."""
     data = map_files([root / name for name in spec.head_files(head)], spec.chunk_bytes)
     rows = data.view(spec.numpy_dtype).reshape(-1, spec.shape[2])[: spec.shape[1]]
     return encodings.as_records(rows, spec.dtype) if spec.dtype in encodings.LARGEST_CODE else rows
@@ -153,9 +135,6 @@ def _write_at(file: Path, offset: int, data: memoryview) -> None:
         os.close(descriptor)
 
 
-ENCODED_KINDS = ("keys", "values")
-
-
 class EncodingLoss(NamedTuple):
     """Sums over the rows so far: squares of the errors, squares of the numbers, and the largest error.
 
@@ -174,26 +153,25 @@ class EncodingLoss(NamedTuple):
         return EncodingLoss(_sum(self.squares, off * off), _sum(self.power, wide * wide), largest)
 
 
-class Block(NamedTuple):
-    """Rows `[Hkv, T, ...]` as they are written, and the numbers `[Hkv, T, D]` that they stand for."""
-
-    written: Array
-    stored: Array
+Errors = Mapping[str, tuple[float, float, float]]
+"""By array, the sums of an `EncodingLoss`."""
 
 
 class Encoder:
     """Encodes the rows of every full-attention layer; `errors` are those of the encoded arrays, by name."""
 
-    def __init__(self, manifest: Manifest, errors: dict[str, EncodingLoss]):
+    def __init__(self, manifest: Manifest, errors: Errors, at_seam: Errors) -> None:
+        if not {*errors} == {*at_seam} == {*no_errors(manifest)}:
+            raise ValueError("these are the errors of other arrays")
         self.manifest = manifest
-        self.errors = errors
-        self.at_seam = dict(errors)
+        self.errors = {name: EncodingLoss(*sums) for name, sums in errors.items()}
+        self.at_seam = {name: EncodingLoss(*sums) for name, sums in at_seam.items()}
 
-    def block(self, layer: int, kind: str, rows: Array) -> Block:
-        """`rows [Hkv, T, D]` of `keys` or `values`. Raises `StoreError` for numbers that have no code."""
+    def block(self, layer: int, kind: str, rows: Array) -> tuple[Array, Array]:
+        """`rows [Hkv, T, D]` as they are written, and as numbers; `StoreError` where one has no code."""
         encoding = self.manifest.encoding(kind)
         if encoding is None:
-            return Block(rows, rows)
+            return rows, rows
         try:
             records = encodings.encode(rows, encoding)
         except InvalidIndexInput as error:
@@ -201,13 +179,13 @@ class Encoder:
                 f"The {kind} of layer {layer} hold NaN or infinite values, which cannot be encoded: "
                 "prefill in another dtype."
             ) from error
-        return Block(encodings.as_raw(records), encodings.decode(records))
+        return encodings.as_raw(records), encodings.decode(records)
 
-    def count(self, layer: int, kind: str, rows: Array, block: Block) -> None:
-        """Add the error of rows that were written."""
+    def count(self, layer: int, kind: str, rows: Array, stored: Array) -> None:
+        """Add the error of rows that were written, of which `stored` was kept."""
         if self.manifest.encoding(kind):
             name = array_name(layer, kind)
-            self.errors[name] = self.errors[name].after(rows, block.stored)
+            self.errors[name] = self.errors[name].after(rows, stored)
 
     def cost(self) -> dict[str, list[dict[str, Any]]]:
         """What the manifest says of the errors."""
@@ -232,7 +210,7 @@ def errors_at_seam(manifest: Manifest) -> dict[str, EncodingLoss]:
 
 def no_errors(manifest: Manifest) -> dict[str, EncodingLoss]:
     """Those of a store before its first row."""
-    stored = ("keys",) if manifest.shape.latent else ENCODED_KINDS
+    stored = ("keys",) if manifest.shape.latent else ("keys", "values")
     kinds = [kind for kind in stored if manifest.encoding(kind)]
     return {array_name(layer, kind): EncodingLoss() for kind in kinds for layer in manifest.shape.full_layers}
 

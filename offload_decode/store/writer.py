@@ -12,33 +12,22 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from offload_decode.common import files
 from offload_decode.common.errors import StoreBusy, StoreExists, StoreIncomplete
-from offload_decode.store import layout
+from offload_decode.store import layout, staging
 from offload_decode.store.files import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.growth import Growth
 from offload_decode.store.layer_states import StateLog, WindowLog
 from offload_decode.store.layout import SEAM, array_name, row_norms
 from offload_decode.store.pages import fold_pages, rounded_outward
-from offload_decode.store.resuming import Begun, begin
-from offload_decode.store.staging import (
-    LOCK,
-    PROGRESS,
-    REPLACED,
-    STORE,
-    WINDOWS,
-    Committed,
-    locked,
-    partial_path,
-    surfaced,
-)
-from offload_decode.store.streams import RowStream, rows_of, write_array
+from offload_decode.store.resuming import prepare, reopened_page, staged_specs
+from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, partial_path
+from offload_decode.store.streams import Encoder, RowStream, kind_of, rows_at, write_array
 from offload_decode.types import Document
 
 _HERE, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
@@ -90,11 +79,9 @@ def refuse_existing(path: Path, staging: Path | None = None) -> None:
 
 
 def remove_left(partial: Path) -> None:
-    """Remove the staging folder of a job that was killed after its store was published: there is no store in
-    it.
-    """
-    if (partial / LOCK).exists() and not (partial / STORE).exists():
-        with suppress(StoreBusy), locked(partial):
+    """Remove the staging folder, without a store, of a job that was killed after publishing."""
+    if (partial / staging.LOCK).exists() and not (partial / STORE).exists():
+        with suppress(StoreBusy), staging.locked(partial):
             shutil.rmtree(partial)
     with suppress(OSError):  # a kill may leave an empty folder
         partial.rmdir()
@@ -136,7 +123,7 @@ def clear(partial: Path) -> None:
     shutil.rmtree(partial)
 
 
-class KVStoreWriter:
+class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
     """A store that is being written at `STORE.partial`.
 
     One forward chunk at a time: `append` for every layer, `put_queries` for every full-attention layer, then
@@ -144,18 +131,40 @@ class KVStoreWriter:
     from `done`, the tokens of its last commit, and ends with the same bytes.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, growth: Growth | None, begun: Begun) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, growth: Growth | None, samples: tuple[Array, Array]
+    ) -> None:
         self.path, self.manifest, self.growth = path, manifest, growth
-        self.done = begun.done
-        self._sealed = False
-        self._stack = ExitStack()
-        self._partial = partial_path(path)
-        self._root = self._partial / STORE
-        self._samples = begun.samples
-        self._specs, self._streams, self._open_pages = begun.specs, begun.streams, begun.open_pages
-        self._windows, self._states, self._encoder = begun.windows, begun.states, begun.encoder
+        self._sealed, self._stack = False, ExitStack()
+        self._partial = partial = partial_path(path)
+        self._root, folder = partial / STORE, partial / WINDOWS
+        self._samples, self._latent = samples, manifest.shape.latent
         self._next_states: dict[int, Sequence[Array]] = {}
-        self._latent = manifest.shape.latent
+        done, shape = Committed.load(partial), manifest.shape
+        self.done = done.tokens
+        self._specs = staged_specs(partial, manifest)
+        self._streams = {
+            name: RowStream(self._root, spec) for name, spec in self._specs.items() if kind_of(spec)
+        }
+        self._windows = {n: WindowLog(folder, n, manifest) for n in shape.local_layers}
+        self._states = {n: StateLog(folder, n, shape.layers[n].states) for n in shape.state_layers}
+        for name, rows in self._rows(done.tokens).items():
+            if not self._streams[name].restore(rows, done.crcs.get(name, [])):
+                raise staging.damaged(partial, name)
+        for layer, window in self._windows.items():
+            if not window.restore(done.segments.get(str(layer), [])) or window.rows != done.tokens:
+                raise staging.damaged(partial, f"The window of layer {layer}")
+        for layer, log in self._states.items():
+            kept = done.states.get(str(layer)), done.seam_states.get(str(layer))
+            if not log.restore(*kept) or log.rows != done.tokens:
+                raise staging.damaged(partial, f"The state of layer {layer}")
+        try:
+            self._encoder = Encoder(manifest, done.errors, done.seam_errors)
+        except ValueError as error:
+            raise staging.damaged(partial, PROGRESS) from error
+        self._open_pages = {
+            layer: reopened_page(manifest, self._stream(layer, "keys")) for layer in shape.full_layers
+        }
 
     @classmethod
     def open(
@@ -183,12 +192,12 @@ class KVStoreWriter:
             if growth is None:
                 refuse_existing(path)
             with _surfaced(partial, 0, growth):
-                stack.enter_context(locked(partial))
+                stack.enter_context(staging.locked(partial))
                 if growth is None:
                     refuse_existing(path)  # it may have been published while the lock was waited for
                 else:
                     growth.begin(partial)
-                writer = cls(path, manifest, growth, begin(partial, manifest, tokens, documents, growth))
+                writer = cls(path, manifest, growth, prepare(partial, manifest, tokens, documents, growth))
             writer._stack = stack.pop_all()
         return writer
 
@@ -210,14 +219,14 @@ class KVStoreWriter:
                 return
             given = (("keys", keys),) if self._latent else (("keys", keys), ("values", values))
             kept = {kind: self._encoder.block(layer, kind, rows) for kind, rows in given}
-            stored = kept["keys"].stored
+            stored = kept["keys"][1]
             start = self._stream(layer, "keys").rows
             lower, upper, open_page = fold_pages(
                 self._open_pages[layer], start, stored, self.manifest.page_size, self.manifest.n_tokens
             )
             lower, upper = rounded_outward(lower, upper, self.manifest.numpy_dtype)
             blocks = {
-                **{kind: own.written for kind, own in kept.items()},
+                **{kind: written for kind, (written, _) in kept.items()},
                 "key_norms": row_norms(stored),
                 "page_min": lower,
                 "page_max": upper,
@@ -227,7 +236,7 @@ class KVStoreWriter:
         for name, block in blocks.items():
             self._stream(layer, name).advance(block)
         for kind, rows in given:
-            self._encoder.count(layer, kind, rows, kept[kind])
+            self._encoder.count(layer, kind, rows, kept[kind][1])
         self._open_pages[layer] = open_page
 
     def put_queries(self, layer: int, slots: slice, queries: Array) -> None:
@@ -271,7 +280,7 @@ class KVStoreWriter:
 
     def commit(self, tokens: int) -> None:
         """Make the first `tokens` tokens count: every layer has appended just these."""
-        expected = rows_of(self._streams, self.manifest, self._samples[0], tokens)
+        expected = self._rows(tokens)
         found = {name: stream.rows for name, stream in self._streams.items()}
         assert found == expected, f"not {tokens} tokens: {dict(found.items() - expected.items())}"
         assert all(log.rows == tokens for log in self._windows.values()), (
@@ -287,7 +296,10 @@ class KVStoreWriter:
                 if self.manifest.keeps_seam:
                     for state in self._states.values():
                         state.keep()
-            self._sync()
+            logs: list[WindowLog | StateLog] = [*self._windows.values(), *self._states.values()]
+            written = [each.take_written() for each in (*self._streams.values(), *logs)]
+            files.sync_files(set[Path]().union(*written))
+            files.sync_folders([self._partial / WINDOWS])
             Committed(
                 tokens=tokens,
                 crcs={name: stream.crcs for name, stream in self._streams.items()},
@@ -298,7 +310,6 @@ class KVStoreWriter:
                 seam_errors=self._encoder.at_seam,
             ).save(self._partial)
             self.done = tokens
-            logs: list[WindowLog | StateLog] = [*self._windows.values(), *self._states.values()]
             for log in logs:
                 log.trim()
 
@@ -310,9 +321,7 @@ class KVStoreWriter:
         self.close()
 
     def seal(self, progress: Report | None = None) -> Path:
-        """Checksum everything and flush it to the disk: the store is whole at the path that is returned, and
-        has not got its name yet.
-        """
+        """Checksum everything and flush it to the disk; the path of the store, whole but without its name."""
         if self._sealed:
             return self._root
         if self.done != self.manifest.n_tokens:
@@ -341,20 +350,13 @@ class KVStoreWriter:
         """Let go of the staging folder; what was committed stays."""
         self._stack.close()
 
-    def __enter__(self) -> KVStoreWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _sync(self) -> None:
-        """Flush what is committed next to the disk."""
-        changed: list[RowStream | WindowLog | StateLog] = [*self._streams.values()]
-        changed += [*self._windows.values(), *self._states.values()]
-        files.sync_files(set[Path]().union(*(each.take_written() for each in changed)))
-        files.sync_folders([self._partial / WINDOWS])
+    def _rows(self, tokens: int) -> dict[str, int]:
+        """Rows of each stream when `tokens` tokens are written."""
+        rows = rows_at(self.manifest, self._samples[0], tokens)
+        return {name: rows[kind_of(stream.spec) or ""] for name, stream in self._streams.items()}
 
     def _stream(self, layer: int, kind: str) -> RowStream:
         return self._streams[array_name(layer, kind)]
@@ -364,4 +366,4 @@ class KVStoreWriter:
 
 
 def _surfaced(partial: Path, done: int, growth: Growth | None) -> AbstractContextManager[None]:
-    return surfaced(partial, f"its first {done:,} tokens", "append" if growth else "prefill")
+    return staging.surfaced(partial, f"its first {done:,} tokens", "append" if growth else "prefill")
