@@ -1,34 +1,4 @@
-"""The error tree: one sentence that says what is wrong, and the way out.
-
-    OffloadDecodeError
-    ├── ExtensionError            what another distribution brings cannot be used; the message names it
-    ├── VectorIndexError          anything about an index
-    │   ├── InvalidIndexInput     a wrong shape or dtype, a value that is not finite, an option out of range
-    │   ├── UnknownIndex          no index kind of that name; the message lists the known ones
-    │   ├── UnusableKind          an ExtensionError too: a kind that another distribution brings
-    │   ├── MissingBackend        the library behind a kind is not installed; the message names the extra
-    │   ├── NotCompiled           compilation is switched off in the environment
-    │   ├── IndexNotFound         nothing was saved at that path
-    │   ├── IndexMismatch         a saved index of other keys, of another kind or of another format version
-    │   ├── IndexDamaged          a saved index whose bytes are not those that were written
-    │   └── IndexNotWritten       the file system did not take it: a full disk, a folder for reading only
-    ├── BucketError               a bucket that cannot be reached, read or written
-    ├── ConfigError               an option, budget or name that cannot be used
-    ├── DoesNotFit                more memory or disk than there is, or than may be used
-    ├── CorpusError               a document that cannot be read or is empty
-    ├── ModelError                a model or tokenizer that cannot be loaded or used
-    │   └── UnsupportedModel      an architecture that cannot be served exactly, by name
-    └── StoreError                anything about a KV store on disk
-        ├── StoreNotFound         nothing there
-        ├── StoreExists           something is there already
-        ├── StoreIncomplete       a prefill has not finished
-        ├── StoreForeign          not a store, or of a format version this release cannot read
-        ├── StoreDamaged          truncated, changed or missing bytes
-        ├── StoreBusy             another process writes it
-        └── StoreMismatch         of another model, tokenizer or configuration
-
-`OffloadDecodeWarning` is no error.
-"""
+"""The error tree, from `OffloadDecodeError`: a message is one sentence on what is wrong, and the way out."""
 
 from __future__ import annotations
 
@@ -38,7 +8,7 @@ class OffloadDecodeError(Exception):
 
 
 class ExtensionError(OffloadDecodeError):
-    """An extension that cannot be used."""
+    """What another distribution brings cannot be used; the message names it."""
 
 
 class VectorIndexError(OffloadDecodeError):
@@ -46,11 +16,11 @@ class VectorIndexError(OffloadDecodeError):
 
 
 class InvalidIndexInput(VectorIndexError):
-    """Keys, queries or an option that no index can work with."""
+    """A wrong shape or dtype, a value that is not finite, an option out of range."""
 
 
 class UnknownIndex(VectorIndexError):
-    """No index kind of that name."""
+    """No index kind of that name; the message lists the known ones."""
 
 
 class UnusableKind(ExtensionError, VectorIndexError):
@@ -58,7 +28,7 @@ class UnusableKind(ExtensionError, VectorIndexError):
 
 
 class MissingBackend(VectorIndexError):
-    """A kind whose library cannot be imported."""
+    """The library behind a kind is not installed; the message names the extra."""
 
 
 class NotCompiled(VectorIndexError):
@@ -78,7 +48,7 @@ class IndexDamaged(VectorIndexError):
 
 
 class IndexNotWritten(VectorIndexError):
-    """An index that could not be saved."""
+    """An index that could not be saved: a full disk, a folder for reading only."""
 
 
 class OffloadDecodeWarning(UserWarning):

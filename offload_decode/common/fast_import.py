@@ -12,10 +12,10 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 LIBRARIES = ("psutil", "scipy", "sklearn")
@@ -38,13 +38,9 @@ def _unmarked(marked: Any = None, *how: Any, **more: Any) -> Any:
     return _unmarked if marked is None else marked
 
 
-def _indexing() -> Any:
-    return _give_way(_INDEXING).TransformGetItemToIndex()
-
-
 _KNOWN: dict[str, dict[str, Callable[..., Any]]] = {
     _DYNAMO: dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _unmarked),
-    _INDEXING: {"TransformGetItemToIndex": _indexing},
+    _INDEXING: {"TransformGetItemToIndex": lambda: _give_way(_INDEXING).TransformGetItemToIndex()},
 }
 
 
@@ -88,7 +84,7 @@ class _Finder(MetaPathFinder):
             if spec is None or spec.loader is None:
                 return None
             if change := _CHANGES.get(name):
-                spec.loader = _Changed(spec.loader, change)
+                vars(spec.loader)["exec_module"] = partial(_run, spec.loader.exec_module, change)
                 return spec
             package = spec.submodule_search_locations is not None
             return ModuleSpec(name, _Made(_StandIn(name, spec)), is_package=package)
@@ -112,18 +108,9 @@ class _Made(Loader):
         pass
 
 
-class _Changed(Loader):
-    """Loads a module of transformers and changes some of its names."""
-
-    def __init__(self, loader: Loader, change: Callable[[ModuleType], None]):
-        self._loader, self._change = loader, change
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._change(module)
+def _run(load: Callable[[ModuleType], None], change: Callable[[ModuleType], None], own: ModuleType) -> None:
+    load(own)
+    change(own)
 
 
 def _without_libraries(module: ModuleType) -> None:
@@ -144,16 +131,7 @@ def _without_libraries(module: ModuleType) -> None:
 def _compiling_late(module: ModuleType) -> None:
     """Compile its thousand patterns of weight names, one for every architecture, only when used."""
     if vars(module).get("re") is re:
-        vars(module)["re"] = _LateRe("re")
-
-
-class _LateRe(ModuleType):
-    """`re`, whose patterns are compiled at first use."""
-
-    compile = staticmethod(lambda pattern, flags=0: LatePattern(pattern, flags))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(re, name)
+        vars(module)["re"] = SimpleNamespace(**{**vars(re), "compile": LatePattern})
 
 
 class LatePattern:

@@ -12,9 +12,10 @@ import math
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ _on = True
 
 @contextmanager
 def synced(on: bool) -> Iterator[None]:
-    """Whether commits inside wait until they are on the disk. Without it a killed process loses no more, but
-    a power cut may leave anything.
-    """
+    """Whether commits inside wait until they are on the disk; if not, a power cut may leave anything."""
     global _on
     before, _on = _on, on
     try:
@@ -146,13 +145,13 @@ def open_plain(path: str | Path, follow: bool = False) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             raise NotPlain("it is a link") from error
-        if error.errno == errno.ENXIO:  # a socket
-            raise NotPlain("it is not a regular file") from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if error.errno != errno.ENXIO:
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
         os.close(descriptor)
-        raise NotPlain("it is not a regular file")
-    return descriptor
+    raise NotPlain("it is not a regular file")
 
 
 def remove(path: Path) -> None:
@@ -170,31 +169,24 @@ def parse(text: str | bytes) -> Any:
     """The value of a JSON text from outside. Raises `ValueError` (`json.JSONDecodeError` with the place, for
     bad syntax) for NaN, numbers too large for a float, duplicate names, and nesting deeper than `DEPTH`.
     """
-    try:
+    with suppress(RecursionError):
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
-    except RecursionError:
-        raise _too_deep() from None
-    level = [value]
-    for _ in range(DEPTH + 1):
-        level = [each for part in level for each in _parts(part)]
-        if not level:
-            return value
-    raise _too_deep()
+        level = [value]
+        for _ in range(DEPTH + 1):
+            level = [part for each in level for part in _inner(each)]
+            if not level:
+                return value
+    raise ValueError("its brackets are nested too deeply")
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _inner(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _too_deep() -> ValueError:
-    return ValueError("its brackets are nested too deeply")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"it names {twice!r} twice")
     return found
 

@@ -28,18 +28,15 @@ _STATUS = Path("/proc/self/status")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. Torch's allocators have an error of their own on a GPU, and a plain
-    RuntimeError on a CPU; C++ libraries report `bad_alloc`, the system a map or a thread that it refused.
-    """
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, ImportError):
-        return "failed to map segment" in str(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_ROOM))
-    )
+    """Whether an allocation failed: of Python, torch on GPU or CPU, a C++ library, the system."""
+    match error:
+        case OSError():
+            return error.errno == errno.ENOMEM
+        case ImportError():
+            return "failed to map segment" in str(error)
+        case RuntimeError() if any(sign in str(error) for sign in _NO_ROOM):
+            return True
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def own_memory() -> int:
@@ -101,9 +98,7 @@ class Peak:
 
 @contextmanager
 def lifted(size: Callable[[], int]) -> Iterator[None]:
-    """Inside, the limit (where there is one) is higher by `size()` bytes: for files that are mapped to be
-    read through, which the system counts and can drop at need.
-    """
+    """Inside, a limit is higher by `size()` bytes: of mapped files, which count and can be dropped."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if soft == resource.RLIM_INFINITY:
         yield

@@ -37,10 +37,7 @@ class Extension:
 
 
 class Extensions(Generic[T]):
-    """The extensions of a group, which stand beside the `built_in` names.
-
-    base: gives the class that each of them inherits. error: what is raised.
-    """
+    """The extensions of a group beside the `built_in` names; `base` gives the class that each inherits."""
 
     def __init__(
         self,

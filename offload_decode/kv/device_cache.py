@@ -1,6 +1,4 @@
-"""Stored rows on a device: copied through pinned staging on a separate stream, and cached, least recently
-used out.
-"""
+"""Stored rows on a device: copied through pinned staging on a separate stream, and kept in an LRU cache."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class HotRows:
         self._older[0], self._newer[places] = places, 0
 
     def take(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Places of different rows `[n]`, n at most `places`, and which of them are new there: what such a
-        place held before is given up.
-        """
+        """Places of different rows `[n]`, n at most `places`, and which are new, in place of others."""
         assert len(rows) <= self.places, "rows of one call keep their places"
         places, new = np.empty(len(rows), np.int64), np.empty(len(rows), np.bool_)
         _take(rows, self._owner, self._table, self._older, self._newer, places, new)
@@ -151,7 +147,7 @@ class DeviceRows:
         when it was told to, before a third fetch.
         """
         if staged:
-            return self._gathered(self._next(), stored, tokens, stats).view(stored[0].raw.dtype)
+            return self._gathered(stored, tokens, stats)[0].view(stored[0].raw.dtype)
         counts = [len(own) for own in tokens]
         if any(count > hot.places for count, hot in zip(counts, self._hot, strict=False)):
             stats.cache_misses += sum(counts)
@@ -170,19 +166,17 @@ class DeviceRows:
             for staging in self._staging:
                 staging.sent = done
 
-    def _next(self) -> Staging:
-        self._staging.reverse()
-        return self._staging[-1]
-
     def _gathered(
-        self, staging: Staging, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats
-    ) -> Tensor:
-        """The rows' own bytes in pinned memory, `[n, row_bytes]`."""
+        self, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats
+    ) -> tuple[Tensor, Staging]:
+        """The rows' own bytes `[n, row_bytes]` in pinned memory, of two the one used earlier."""
+        self._staging.reverse()
+        staging = self._staging[-1]
         rows = staging.room(sum(len(own) for own in tokens), stored[0].row_bytes)
         gather_rows(stored, tokens, rows)
         stats.bytes_moved += rows.numel()
         stats.bus_bytes += rows.numel() if self._stream is not None else 0
-        return rows
+        return rows, staging
 
     def _kept_rows(
         self, part: int, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats
@@ -197,25 +191,22 @@ class DeviceRows:
             run(take, len(stored), 1)
             new = [taken[head][1] for head in range(len(stored))]
             missing = [own[fresh] for own, fresh in zip(tokens, new, strict=True)]
-            places = np.concatenate([taken[h][0] + h * hot.places for h, hot in enumerate(self._hot)])
-            absent = sum(map(len, missing))
-            if absent:
+            held = np.concatenate([taken[h][0] + h * hot.places for h, hot in enumerate(self._hot)])
+            if absent := sum(map(len, missing)):
                 raw = self._copied(stored, missing, stats)
-                self._kept[:, : raw.shape[1]].index_copy_(0, self._numbers(places[np.concatenate(new)]), raw)
+                fresh = to_device(torch.from_numpy(held[np.concatenate(new)]), self.device)
+                self._kept[:, : raw.shape[1]].index_copy_(0, fresh, raw)
         except BaseException:
             self._hot = [HotRows(hot.places) for hot in self._hot]  # they name rows never copied
             raise
         stats.cache_misses += absent
-        stats.cache_hits += len(places) - absent
-        return self._kept[:, : stored[0].row_bytes].index_select(0, self._numbers(places))
-
-    def _numbers(self, places: Int64) -> Tensor:
-        return to_device(torch.from_numpy(places), self.device)
+        stats.cache_hits += len(held) - absent
+        places = to_device(torch.from_numpy(held), self.device)
+        return self._kept[:, : stored[0].row_bytes].index_select(0, places)
 
     def _copied(self, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats) -> Tensor:
         """The rows' own bytes on the device, `[n, row_bytes]`."""
-        staging = self._next()
-        rows = self._gathered(staging, stored, tokens, stats)
+        rows, staging = self._gathered(stored, tokens, stats)
         if self._stream is None:
             return rows.clone()
         with torch.cuda.stream(self._stream):

@@ -1,6 +1,4 @@
-"""The generated KV, of the question and of generated tokens, and `Prefix`: attention to what stands before
-it.
-"""
+"""The generated KV, of the question and of generated tokens, and `Prefix`: attention to what is before it."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class GeneratedKV:
         return None if self._keys is None else len(self._keys)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]` at the end; keys that are the values too are
-        held once.
-        """
+        """Add keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]`, held once where they are the same."""
         end, latent = self.length + keys.shape[2], values is keys
         if self._keys is None or self._values is None or self._shared or self._keys.shape[2] < end:
             self._keys = self._grown(self._keys, keys, end)
@@ -131,17 +127,14 @@ class Prefix(Protocol):
     @property
     def length(self) -> int:
         """Tokens in the prefix."""
-        ...
 
     @property
     def remembers(self) -> bool:
         """Attention depends on earlier tokens, so none can be taken back."""
-        ...
 
     @property
     def whole_generated(self) -> float:
         """Tokens of the generated KV up to which all of it is attended."""
-        ...
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
@@ -150,10 +143,8 @@ class Prefix(Protocol):
         all of it. Calling what is returned finishes it: work that a device is given in between, such as the
         attention to the generated KV, runs while the host searches.
         """
-        ...
 
     def attend_generated(
         self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to a part of the generated KV; None where all of it is to be attended."""
-        ...

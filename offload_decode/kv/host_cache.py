@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kv.device_cache import DeviceRows
 from offload_decode.kv.placement import DEVICE, HOST, PINNED, Placement, Request
 from offload_decode.store.base import Store
-from offload_decode.store.format import Array
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
 
 BLOCK_TOKENS = 8192
@@ -46,8 +46,7 @@ class HostKV:
         self._copied: DeviceRows | None = None
         self.length = store.manifest.n_tokens
         self._latent = store.manifest.shape.latent
-        self._keys: dict[int, HeadRows] = {}
-        self._values: dict[int, HeadRows] = {}
+        self._layers: dict[tuple[str, int], HeadRows] = {}
         # Indexes, rows on a device and what was measured are shared by all that read this store.
         self.lock = threading.RLock()
 
@@ -61,20 +60,17 @@ class HostKV:
 
     def layer_keys(self, layer: int) -> HeadRows:
         """The keys of every KV head of a layer."""
-        if layer not in self._keys:
-            self._keys[layer] = self._layer(self.store.keys, layer)
-        return self._keys[layer]
+        return self._layers.get(("keys", layer)) or self._layer("keys", layer)
 
     def layer_values(self, layer: int) -> HeadRows:
         """The values of every KV head of a layer."""
-        if self._latent:
-            return self.layer_keys(layer)
-        if layer not in self._values:
-            self._values[layer] = self._layer(self.store.values, layer)
-        return self._values[layer]
+        kind = "keys" if self._latent else "values"
+        return self._layers.get((kind, layer)) or self._layer(kind, layer)
 
-    def _layer(self, of: Callable[[int, int], Array], layer: int) -> HeadRows:
-        return HeadRows(Rows(of(layer, head)) for head in range(self.store.manifest.shape.kv_heads))
+    def _layer(self, kind: str, layer: int) -> HeadRows:
+        read, heads = getattr(self.store, kind), range(self.store.manifest.shape.kv_heads)
+        self._layers[kind, layer] = HeadRows(Rows(read(layer, head)) for head in heads)
+        return self._layers[kind, layer]
 
     def key_norms(self, layer: int, head: int) -> Tensor:
         """Lengths of the keys, float32 `[N]` on the host."""
@@ -105,22 +101,20 @@ class HostKV:
             state = self._attend_all(place, layer, queries, stats)
         elif place == HOST:
             began = time.perf_counter()
-            state, read = attend_tokens(
-                queries.rows,
-                self.layer_keys(layer),
-                self.layer_values(layer),
-                selection.ids,
-                selection.scores,
-                queries.scaling,
-                queries.softcap,
-            )
+            keys, values = self.layer_keys(layer), self.layer_values(layer)
+            how = queries.scaling, queries.softcap
+            state, read = attend_tokens(queries.rows, keys, values, selection.ids, selection.scores, *how)
             stats.bytes_moved += read
             stats.attend_s += time.perf_counter() - began
         else:
-            copied = copied or self._copied or self._device_rows(layer)
+            own = copied or self._copied
+            if own is None:
+                row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
+                heads = self.store.manifest.shape.kv_heads
+                own = self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
             encoded = self.keys(layer, 0).encoded or self.values(layer, 0).encoded
             staged = place == PINNED and not encoded
-            state = self._attend_there(layer, queries, selection, stats, copied, staged)
+            state = self._attend_there(layer, queries, selection, stats, own, staged)
         if not away:
             return state
         stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
@@ -169,28 +163,15 @@ class HostKV:
             if keys is not None and not self._latent:
                 keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats, staged)
             gathered = time.perf_counter()
-            states.append(
-                attend_rows(
-                    queries.rows[:, part],
-                    keys,
-                    values,
-                    to_device(places, self.device),
-                    None if scores is None else scores[:, part],
-                    queries.scaling,
-                    queries.softcap,
-                )
-            )
+            there = to_device(places, self.device)
+            known = None if scores is None else scores[:, part]
+            how = queries.scaling, queries.softcap
+            states.append(attend_rows(queries.rows[:, part], keys, values, there, known, *how))
             if staged:
                 copied.read()
             stats.gather_s += gathered - began
             stats.attend_s += time.perf_counter() - gathered
         return joined(states, 1)
-
-    def _device_rows(self, layer: int) -> DeviceRows:
-        row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
-        heads = self.store.manifest.shape.kv_heads
-        self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
-        return self._copied
 
     def _attend_all(self, place: str, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
         began = time.perf_counter()
@@ -200,16 +181,9 @@ class HostKV:
             state = attend_all(rows, keys, values, queries.scaling, queries.softcap)
         else:
             width = self.values(layer, 0).dim
-            states = [
-                attend_blocks(
-                    rows[None, h : h + 1],
-                    self._blocks(layer, h, rows.device),
-                    width,
-                    queries.scaling,
-                    queries.softcap,
-                )
-                for h in heads
-            ]
+            how = width, queries.scaling, queries.softcap
+            blocks = (self._blocks(layer, h, rows.device) for h in heads)
+            states = [attend_blocks(rows[None, h : h + 1], own, *how) for h, own in enumerate(blocks)]
             state = AttentionState(*(part[0] for part in joined(states, 1)))
         self._count(len(heads) * self.length, layer, queries, stats)
         stats.attend_s += time.perf_counter() - began
@@ -246,13 +220,12 @@ def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
     if isinstance(selection, PageSelection):
         pages, limit = to_host(selection.pages, selection.limit)
         return replace(selection, pages=pages, limit=limit)
-    if not any(part is not None and part.is_cuda for part in (selection.ids, selection.scores)):
+    there = {"ids": selection.ids, "scores": selection.scores}
+    named = {name: part for name, part in there.items() if part is not None}
+    if not any(part.is_cuda for part in named.values()):
         return selection
-    assert selection.ids is not None, "scores are of ids"
-    if selection.scores is None:
-        return replace(selection, ids=to_host(selection.ids)[0])
-    ids, scores = to_host(selection.ids, selection.scores)
-    return replace(selection, ids=ids, scores=scores)
+    here: dict[str, Any] = dict(zip(named, to_host(*named.values()), strict=True))
+    return replace(selection, **here)
 
 
 def attend_selected(
@@ -262,16 +235,8 @@ def attend_selected(
     `[Hkv, N, D]` and `[Hkv, N, Dv]` on the queries' device: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.
     """
     grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
-    out, lse = attend_pages(
-        grouped,
-        keys,
-        values,
-        selection.pages,
-        selection.page_size,
-        selection.limit,
-        queries.scaling,
-        queries.softcap,
-    )
+    chosen = selection.pages, selection.page_size, selection.limit
+    out, lse = attend_pages(grouped, keys, values, *chosen, queries.scaling, queries.softcap)
     if selection.shared:
         return AttentionState(queries.by_row(out), queries.by_row(lse))
     return AttentionState(out.squeeze(2), lse.squeeze(2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from offload_decode.common.errors import ConfigError, OffloadDecodeWarning, UnknownIndex, VectorIndexError
 from offload_decode.indexes import files, registry
-from offload_decode.indexes.base import Hits, RecallRecord, VectorIndex
+from offload_decode.indexes.base import Hits, VectorIndex
 from offload_decode.store.base import Store
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ def heads_of(store: Store) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Built:
-    """How far a kind of index is built: of `heads` heads, those that are `there`, and the first thing that is
-    wrong with them.
-    """
+    """How far a kind of index is built: of `heads` those that are `there`, and the first problem."""
 
     kind: str
     heads: int
@@ -96,9 +95,7 @@ class Built:
 
 
 def class_of(store: Store, kind: str) -> type[VectorIndex]:
-    """The class of a kind, to search a store with. Raises as `indexes.registry.get`; of a kind that lies
-    beside the store and is not known here, it says so.
-    """
+    """The class of a kind, to search a store with. Raises as `indexes.registry.get`."""
     try:
         return registry.get(kind)
     except UnknownIndex:
@@ -111,9 +108,8 @@ def class_of(store: Store, kind: str) -> type[VectorIndex]:
 
 
 def examine(store: Store, kind: str) -> Built | None:
-    """How far the indexes of a kind are built; None where nobody began. Raises as `class_of`.
-
-    Metadata and sizes are looked at, which takes milliseconds: whoever loads an index reads all of it.
+    """How far the indexes of a kind are built, by metadata and sizes; None where nobody began. Raises as
+    `class_of`.
     """
     heads, folder = heads_of(store), kind_folder(store.path, kind)
     if not folder.is_dir():
@@ -183,9 +179,7 @@ class HeadIndexes:
         return f"{self.kind} (tuned to a full scan{some})"
 
     def get(self, layer: int, head: int) -> VectorIndex:
-        """The index of one head; raises VectorIndexError when it is missing, damaged or of
-        other keys.
-        """
+        """The index of one head; raises VectorIndexError when it is missing, damaged or of other keys."""
         return self._all(layer, [head])[0]
 
     def search(self, layer: int, queries: npt.NDArray[Any], k: int) -> Hits:
@@ -259,7 +253,11 @@ def describe(store: KVStore, kind: str) -> SavedIndexes:
     folder = folder if folder.is_dir() else staging_folder(store.path, kind)
     paths = [index_path(folder, layer, head) for layer, head in heads_of(store)]
     there = [path for path in paths if metadata_file(path).exists()]
-    found = [record for record in map(_recall, there) if record is not None]
+    found = []
+    for path in there:
+        with suppress(VectorIndexError):  # `verify` says what is wrong with it
+            if record := files.recall_of(path, files.metadata(path)):
+                found.append(record)
     measured = [record.measured for record in found]
     return SavedIndexes(
         kind=kind,
@@ -291,23 +289,12 @@ def verify(
     for done, (layer, head) in enumerate(heads, 1):
         path = index_path(folder, layer, head)
         try:
-            if not _is_left_out(path, chosen.suffix):
+            native = path.with_name(path.name + chosen.suffix)
+            # Kinds without native files are built in a moment: they have all.
+            if not chosen.suffix or metadata_file(path).exists() or native.exists():
                 keys, digest = store.keys(layer, head), store.digest(layer, head)
                 files.load(path, files.identity(kind, keys, digest), chosen.suffix, anew=True)
                 chosen.load(path, keys, digest=digest)
         except VectorIndexError as error:
             yield error
         progress("verify indexes", done, len(heads))
-
-
-def _is_left_out(path: Path, suffix: str) -> bool:
-    """Whether a head has no file at all. Kinds without native files are built in a moment: they have all."""
-    native = path.with_name(path.name + suffix)
-    return bool(suffix) and not metadata_file(path).exists() and not native.exists()
-
-
-def _recall(path: Path) -> RecallRecord | None:
-    try:
-        return files.recall_of(path, files.metadata(path))
-    except VectorIndexError:
-        return None  # `verify` says what is wrong with it

@@ -1,6 +1,4 @@
-"""Bounds of the keys of each page, as Quest keeps them on the device (arXiv 2406.10774, §3.3): built from a
-store, extended as tokens are appended, and rounded outward, so that they hold in few bits.
-"""
+"""Bounds of each page's keys for Quest (arXiv 2406.10774, §3.3), rounded outward to few bits."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def bounds_bytes(kv_heads: int, pages: int, dim: int, metadata: str) -> int:
 
 
 def stored_bounds(store: Store, layer: int, page_size: int, metadata: str) -> GrowingBounds:
-    """Bounds of the stored keys of one layer, on the host: from the store's own pages where these divide
-    `page_size`, else from its keys, block by block.
-    """
+    """Bounds of one layer's keys, on the host: from its pages where these divide `page_size`, or keys."""
     bounds, manifest = GrowingBounds(page_size, metadata), store.manifest
     heads, stride = range(manifest.shape.kv_heads), manifest.page_size
     host = torch.device("cpu")
@@ -47,9 +43,8 @@ def stored_bounds(store: Store, layer: int, page_size: int, metadata: str) -> Gr
 
 
 class GrowingBounds:
-    """The bounds of one layer's pages of `page_size` tokens, kept as `metadata` says: `fp16` or `int8`.
-
-    They depend on the tokens alone, not on the pieces in which these were appended.
+    """The bounds of one layer's pages of `page_size` tokens, kept as `metadata` says: `fp16` or `int8`,
+    however the tokens were appended.
     """
 
     def __init__(self, page_size: int, metadata: str):

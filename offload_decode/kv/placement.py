@@ -1,12 +1,11 @@
-"""Where attention to stored tokens is computed: on the host; on the device, after a copy; or on the device
-from pinned host memory. Which is fastest depends on bus, memory and request, so it is measured.
-"""
+"""Where attention to stored tokens is computed: host, device, or device from pinned memory, as measured."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -14,13 +13,12 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.types import PageSelection, Selection
 
 HOST, DEVICE, PINNED = "host", "device", "pinned"
-_REPETITIONS = 3  # after one that is not timed
 
 
 @dataclass(frozen=True)
 class Request:
-    """What requests have in common that are measured once: rows a KV head, and tokens or pages a row, both
-    rounded up to a power of two; what is selected; and whether its scores are known.
+    """Requests that are measured once: what is selected, with scores or not; rows a KV head and tokens or
+    pages a row, both rounded up to a power of two.
     """
 
     kind: str
@@ -39,9 +37,8 @@ class Request:
 
 
 class Placement:
-    """`host`, `device`, `pinned`, or `auto`: the fastest for each kind of request, by timing its first.
-
-    Where the device is the host, there is nothing to choose: `auto` is `host`.
+    """`host`, `device`, `pinned`, or `auto`: the fastest for each kind of request, by timing its first;
+    `host` where the device is the host.
     """
 
     def __init__(self, attend: str, device: torch.device):
@@ -57,8 +54,12 @@ class Placement:
         return None if self.attend == "auto" else self.attend
 
     def measure(self, request: Request, places: Sequence[str], attempt: Callable[[str], object]) -> None:
-        """Times `attempt(place)`, which serves the request there."""
-        self.seconds[request] = {place: self._fastest(place, attempt) for place in places}
+        """Times `attempt(place)`, which serves the request there: the fastest of three after one untimed."""
+        seconds = {}
+        for place in places:
+            attempt(place)
+            seconds[place] = min(self._timed(place, attempt) for _ in range(3))
+        self.seconds[request] = seconds
 
     def best(self, request: Request) -> str:
         """Where a request that was measured is served fastest."""
@@ -72,26 +73,17 @@ class Placement:
             "measured": [{**asdict(request), **own} for request, own in self.seconds.items()],
         }
 
-    def _fastest(self, place: str, attempt: Callable[[str], object]) -> float:
-        attempt(place)
-        return min(self._timed(place, attempt) for _ in range(_REPETITIONS))
-
     def _timed(self, place: str, attempt: Callable[[str], object]) -> float:
-        self._finish()
+        wait = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else int
+        wait()
         began = time.perf_counter()
         attempt(place)
-        self._finish()
+        wait()
         return time.perf_counter() - began
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def check_placement(attend: str, cache_bytes: int, device: torch.device) -> None:
-    """Raises `ConfigError` for a placement that is unknown, or that wants a device where there is the host
-    alone.
-    """
+    """Raises `ConfigError` for a placement that is unknown, or wants a device where there is none."""
     Placement(attend, device)
     if cache_bytes < 0:
         raise ConfigError(f"a device cache of {cache_bytes} bytes cannot be: give 0 for none")

@@ -125,13 +125,11 @@ class EmptyStore:
     def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
         return self.keys(layer, kv_head), self.keys(layer, kv_head)
 
-    def queries(self, layer: int, kv_head: int) -> Array:
-        return self.keys(layer, kv_head)
+    queries = keys
 
     def window(self, layer: int) -> tuple[Array, Array]:
         heads = self.manifest.shape.layers[layer].kv_heads
-        keys, values = self.keys(layer, 0), self.values(layer, 0)
-        return np.stack([keys] * heads), np.stack([values] * heads)
+        return np.stack([self.keys(layer, 0)] * heads), np.stack([self.values(layer, 0)] * heads)
 
     def states(self, layer: int) -> tuple[Array, ...]:
         return ()

@@ -201,14 +201,12 @@ def check_tree(
 
     Where the checksums themselves are damaged, their legible lines still check the other files.
     """
-    plain = {name for name in (SUMS, SEAL) if _is_plain(root / name)}
-    lists = {
-        name: read_regular(root / name, LARGEST_SUMS) if name in plain else None for name in (SUMS, SEAL)
-    }
-    problems = {name: "missing, or no plain file" for name, data in lists.items() if data is None}
-    text = lists[SUMS] or b""
+    both = (SUMS, SEAL)
+    lists = {name: read_regular(root / name, LARGEST_SUMS) for name in both if _is_plain(root / name)}
+    problems = dict.fromkeys({*both} - lists.keys(), "missing, or no plain file")
+    text = lists.get(SUMS, b"")
     if not problems and lists[SEAL] != seal_of(text):
-        problems = dict.fromkeys(lists, "one of the two has changed")
+        problems = dict.fromkeys(both, "one of the two has changed")
     named = _by_path(text)
     sums = {name: digest for name, digest in named.items() if _NAME.fullmatch(name)}
     if not problems and len(sums) < len(named):

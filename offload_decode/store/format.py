@@ -98,11 +98,8 @@ def shape_from(data: Any, version: int, dtypes: Collection[str]) -> ModelShape:
 def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
     name, kind = "a layer of shape.layers", data.get("kind") if isinstance(data, dict) else None
     heads, channels = (range(1, _HEADS + 1), range(1, _CHANNELS + 1)) if kind != "none" else (range(1),) * 2
-    state = {
-        "name": str,
-        "shape": [range(1, _MOST_NUMBERS + 1), range(1, _AXES + 1)],
-        "dtype": dtypes,
-    }
+    axes = [range(1, _MOST_NUMBERS + 1), range(1, _AXES + 1)]
+    state = {"name": str, "shape": axes, "dtype": dtypes}
     wanted = {
         "kind": tuple(LayerKind),
         "kv_heads": heads,
@@ -265,9 +262,7 @@ class Manifest:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The model's dtype, of bounds, queries and plain keys and values (`ml_dtypes.bfloat16` for
-        bfloat16).
-        """
+        """The model's dtype, of bounds, queries and plain rows; bfloat16 is that of `ml_dtypes`."""
         return numpy_dtype(self.dtype)
 
     @property
@@ -332,19 +327,16 @@ def check_version(data: Mapping[str, Any]) -> None:
 
 
 def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
-    """The shape in a manifest; `ValueError` names a field that has not the type or range it must have."""
+    """The shape in a manifest; `ValueError` names a field of a wrong type or out of range."""
     check_names("it", data, names)
-    for name in ("model_id", "model_config_hash", "weights_hash", "tokenizer_hash", "token_hash", "software"):
-        check(name, data[name], str)
-    for name in ("n_tokens", "page_size"):
-        check(name, data[name], range(1, MOST_TOKENS + 1))
-    check("query_samples", data["query_samples"], range(1, 2**63))
+    texts = ("model_id", "model_config_hash", "weights_hash", "tokenizer_hash", "token_hash", "software")
+    ranges = {**dict.fromkeys(("n_tokens", "page_size"), MOST_TOKENS), "query_samples": 2**63 - 1}
+    wanted = {**dict.fromkeys(texts, str), **{name: range(1, most + 1) for name, most in ranges.items()}}
+    wanted |= {"dtype": tuple(_DTYPES), "template": ("chat", "plain"), "rope": dict, "prefill": dict}
+    for name, own in wanted.items():
+        check(name, data[name], own)
     if data["format_version"] != 2 or data["seam"] is not None:
         check("seam", data["seam"], range(data["n_tokens"] + 1))
-    check("dtype", data["dtype"], tuple(_DTYPES))
-    check("template", data["template"], ("chat", "plain"))
-    check("rope", data["rope"], dict)
-    check("prefill", data["prefill"], dict)
     check("prefill.method", data["prefill"].get("method"), str)
     if "weights" in data["prefill"]:
         check("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
@@ -361,8 +353,8 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
         full, sums = shape.full_layers, {} if data["seam"] is None else {"sums": [float, range(3, 4)]}
         encoded = [kind for kind in ("keys", "values")[: 2 - shape.latent] if data["kv"][kind] in _ENCODED]
         entry = {"layer": range(_LAYERS), "relative_rms": float, "largest": float, **sums}
-        wanted = [entry, range(len(full), len(full) + 1)]
-        check("kv_error", data["kv_error"], dict.fromkeys(encoded, wanted))
+        count = range(len(full), len(full) + 1)
+        check("kv_error", data["kv_error"], {kind: [entry, count] for kind in encoded})
         for kind, found in data["kv_error"].items():
             if [own["layer"] for own in found] != [*full]:
                 raise ValueError(f"kv_error.{kind} has not an entry for each full-attention layer, in order")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,18 +23,10 @@ from offload_decode.store import layout
 from offload_decode.store.files import open_regular
 from offload_decode.store.format import Manifest
 from offload_decode.store.layer_states import StateLog, WindowLog
-from offload_decode.store.layout import ArraySpec, sample_plan
+from offload_decode.store.layout import ArraySpec, array_name, sample_plan
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, Segment
-from offload_decode.store.streams import (
-    RowStream,
-    allocate,
-    as_bytes,
-    errors_at_seam,
-    head_view,
-    kind_of,
-    rows_at,
-)
+from offload_decode.store.streams import RowStream, allocate, as_bytes, head_view, kind_of, rows_at
 
 BLOCK = 64 * 1024
 """Clones begin and end on the blocks of a file system, which have 4 to 64 KiB."""
@@ -96,11 +88,6 @@ class Growth:
     shared: int = 0
     copied: int = 0
 
-    @property
-    def specs(self) -> Mapping[str, ArraySpec]:
-        """The arrays of the earlier store."""
-        return self.earlier.specs
-
     def begin(self, partial: Path) -> None:
         """Raise where the earlier store is another one now, and forget a staging folder that it came from."""
         self.earlier.check_same()
@@ -111,8 +98,8 @@ class Growth:
     def seed(
         self, partial: Path, manifest: Manifest, specs: Sequence[ArraySpec], empty: Committed
     ) -> Committed:
-        """Put what the earlier store holds up to its seam into the staging folder, where only metadata lies:
-        what is committed then. Every byte of the earlier store is checked first.
+        """Check every byte of the earlier store and put what it holds up to its seam into the staging folder,
+        where only metadata lies: what is committed then.
         """
         own, seam = self.earlier.manifest, self.earlier.manifest.seam
         assert seam is not None, "a store that keeps no seam is refused"
@@ -132,7 +119,11 @@ class Growth:
                 heads = (head_view(root, spec, head) for head in range(spec.shape[0]))
                 crcs[spec.name] = [zlib.crc32(as_bytes(head[: rows[kind]])) for head in heads]
         states = self._states(partial / WINDOWS, manifest, seam)
-        errors = errors_at_seam(own)
+        errors = {
+            array_name(entry["layer"], kind): entry["sums"]
+            for kind, entries in own.kv_error.items()
+            for entry in entries
+        }
         reached = seam == manifest.seam
         return replace(
             empty,
@@ -149,11 +140,15 @@ class Growth:
         """The first `rows` rows of every head. Only files that hold nothing else are links: what is written
         later goes to others.
         """
-        before = self.specs[spec.name]
+        before = self.earlier.specs[spec.name]
         same = rows // spec.chunk[1] if spec.chunk == before.chunk else 0
         files = [(spec.head_files(head), before.head_files(head)) for head in range(spec.shape[0])]
         (root / spec.name).mkdir(parents=True, exist_ok=True)
-        links = [self._linked(root, zip(theirs[:same], ours, strict=False)) for ours, theirs in files]
+        links = []
+        for ours, theirs in files:  # until one could not be linked
+            pairs = zip(theirs[:same], ours, strict=False)
+            made = (link(self.earlier.path / old, root / new) for old, new in pairs)
+            links.append(sum(takewhile(bool, made)))
         self.shared += sum(links) * spec.chunk_bytes
         allocate(root, spec)
         for (ours, theirs), linked in zip(files, links, strict=True):
@@ -164,12 +159,6 @@ class Growth:
                 shared = copy_range(self.earlier.path / theirs[source], start, root / ours[number], at, count)
                 self.shared, self.copied = self.shared + shared, self.copied + count - shared
                 place += count
-
-    def _linked(self, root: Path, files: Iterable[tuple[str, str]]) -> int:
-        """How many of these files are links now, until one could not be."""
-        return sum(
-            1 for _ in takewhile(lambda both: link(self.earlier.path / both[0], root / both[1]), files)
-        )
 
     def _queries(self, root: Path, spec: ArraySpec, manifest: Manifest) -> list[int]:
         """The samples of the longer corpus up to the seam, all of which the shorter one has."""
@@ -211,9 +200,7 @@ class Growth:
 
 
 def is_left(partial: Path, manifest: Manifest) -> bool:
-    """Whether the staging folder is what an append left that was killed when its store, of this `manifest`,
-    had its name: what lies there then is the store that was replaced, or some of it.
-    """
+    """Whether an append that was killed after publishing the store of this `manifest` left this folder."""
     staged = layout.read_header(partial / STORE) or {}
     tokens = staged.get("n_tokens")
     begun = (partial / PROGRESS).exists() and type(tokens) is int and tokens > manifest.n_tokens

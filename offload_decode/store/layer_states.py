@@ -23,10 +23,10 @@ from offload_decode.types import StateShape
 
 
 class _Log:
-    """The files of one layer in a folder."""
+    """The files of one layer in a folder, whose names begin with `name`: one for each segment."""
 
-    def __init__(self, folder: Path, layer: int) -> None:
-        self._folder, self._layer = folder, layer
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
         self._written: set[Path] = set()
 
     def take_written(self) -> set[Path]:
@@ -34,32 +34,46 @@ class _Log:
         written, self._written = self._written, set()
         return written
 
-    def _write(self, file: Path, data: bytes | memoryview) -> None:
-        file.unlink(missing_ok=True)  # a killed process may have begun it
-        with open(file, "xb") as out:
-            out.write(data)
-        self._written.add(file)
+    def live(self) -> list[Segment]:
+        """The segments that are needed still."""
+        raise NotImplementedError
 
-    def _read(self, file: Path) -> bytes:
-        with os.fdopen(open_regular(file), "rb") as opened:
+    def trim(self) -> None:
+        """Remove the files of all other segments, and of an unfinished one."""
+        kept = [self._file(own) for own in self.live()]
+        for file in self._folder.glob(f"{self._name}-*"):
+            if file not in kept:
+                file.unlink(missing_ok=True)
+
+    def _file(self, own: Segment) -> Path:
+        return self._folder / f"{self._name}-{own.start}-{own.stop}"
+
+    def _write(self, start: int, stop: int, data: bytes | memoryview) -> Segment:
+        own = Segment(start, stop, zlib.crc32(data))
+        self._file(own).unlink(missing_ok=True)  # a killed process may have begun it
+        with open(self._file(own), "xb") as out:
+            out.write(data)
+        self._written.add(self._file(own))
+        return own
+
+    def _read(self, own: Segment) -> bytes:
+        with os.fdopen(open_regular(self._file(own)), "rb") as opened:
             return opened.read()
 
-    def _holds(self, file: Path, size: int, crc: int) -> bool:
-        """Whether the file has this size and checksum."""
+    def _holds(self, own: Segment, size: int) -> bool:
+        """Whether the file has this size and the checksum of its segment."""
         try:
-            check_sizes([(str(file), size)])
-            return zlib.crc32(self._read(file)) == crc
+            check_sizes([(str(self._file(own)), size)])
+            return zlib.crc32(self._read(own)) == own.crc
         except StoreDamaged:
             return False
 
 
 class StateLog(_Log):
-    """The states of one recurrent layer after the tokens so far, and at the last chunk boundary: a file a
-    commit, earlier ones removed.
-    """
+    """The states of one recurrent layer after the tokens so far, and at the last chunk boundary."""
 
     def __init__(self, folder: Path, layer: int, shapes: Sequence[StateShape]) -> None:
-        super().__init__(folder, layer)
+        super().__init__(folder, f"state-{layer:03d}")
         self.segment: Segment | None = None
         self.at_seam: Segment | None = None
         self._shapes = tuple(shapes)
@@ -70,54 +84,42 @@ class StateLog(_Log):
         """Tokens that the states are after."""
         return self.segment.stop if self.segment else 0
 
+    def live(self) -> list[Segment]:
+        return [own for own in (self.segment, self.at_seam) if own]
+
     def restore(self, segment: Segment | None, at_seam: Segment | None) -> bool:
         """Continue after `segment`, if the files are what the checksums say."""
         self.segment, self.at_seam = segment, at_seam
-        size = sum(self._sizes)
-        return all(self._holds(self._file(own.stop), size, own.crc) for own in (segment, at_seam) if own)
-
-    def keep(self) -> None:
-        """These are the states at the last chunk boundary."""
-        self.at_seam = self.segment
+        return all(self._holds(own, sum(self._sizes)) for own in self.live())
 
     def put(self, stop: int, states: Sequence[Array]) -> None:
         """The states after the first `stop` tokens, in the order and of the shapes of the layer."""
         for given, wanted in zip(states, self._shapes, strict=True):
             assert (given.shape, given.dtype) == (wanted.shape, numpy_dtype(wanted.dtype)), (
-                f"layer {self._layer}: {given.shape} {given.dtype} for its {wanted.name}"
+                f"{self._name}: {given.shape} {given.dtype} for its {wanted.name}"
             )
-        data = b"".join(as_bytes(state) for state in states)
-        self._write(self._file(stop), data)
-        self.segment = Segment(0, stop, zlib.crc32(data))
+        self.segment = self._write(0, stop, b"".join(map(as_bytes, states)))
 
     def states(self, at_seam: bool = False) -> tuple[Array, ...] | None:
         """The states, as copies; None before the first token, or before the last chunk boundary."""
         segment = self.at_seam if at_seam else self.segment
         if segment is None:
             return None
-        data = np.frombuffer(self._read(self._file(segment.stop)), np.uint8)
-        parts = np.split(data, list(accumulate(self._sizes))[:-1])
+        parts = np.split(np.frombuffer(self._read(segment), np.uint8), list(accumulate(self._sizes))[:-1])
         return tuple(
             part.copy().view(numpy_dtype(own.dtype)).reshape(own.shape)
             for part, own in zip(parts, self._shapes, strict=True)
         )
 
-    def trim(self) -> None:
-        """Remove the files of earlier commits, and of an unfinished one."""
-        kept = [self._file(own.stop) for own in (self.segment, self.at_seam) if own]
-        for file in self._folder.glob(f"state-{self._layer:03d}-*"):
-            if file not in kept:
-                file.unlink(missing_ok=True)
-
-    def _file(self, stop: int) -> Path:
-        return self._folder / f"state-{self._layer:03d}-{stop}"
+    def _file(self, own: Segment) -> Path:
+        return self._folder / f"{self._name}-{own.stop}"
 
 
 class WindowLog(_Log):
     """The newest KV of one local layer: a file an append, removed once the window has moved past it."""
 
     def __init__(self, folder: Path, layer: int, manifest: Manifest) -> None:
-        super().__init__(folder, layer)
+        super().__init__(folder, f"{layer:03d}")
         self.segments: list[Segment] = []
         self._shape, self._dtype = manifest.shape.layers[layer], manifest.numpy_dtype
         self._window = manifest.kept_window(self._shape)
@@ -128,51 +130,37 @@ class WindowLog(_Log):
         """Tokens appended so far."""
         return self.segments[-1].stop if self.segments else 0
 
+    def live(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.stop > self.rows - self._window]
+
     def restore(self, segments: list[Segment]) -> bool:
         """Continue after `segments`, if they follow each other and their files are what the checksums say."""
         self.segments = segments
-        if any(one.stop != other.start for one, other in pairwise(segments)):
-            return False
         token = self._shape.kv_heads * self._width * self._dtype.itemsize  # bytes
-        return all(
-            own.start < own.stop and self._holds(self._file(own), (own.stop - own.start) * token, own.crc)
-            for own in segments
+        return all(one.stop == other.start for one, other in pairwise(segments)) and all(
+            own.start < own.stop and self._holds(own, (own.stop - own.start) * token) for own in segments
         )
 
     def append(self, keys: Array, values: Array, start: int | None = None) -> None:
         """Append keys `[heads, T, Dk]` and values `[heads, T, Dv]`; the first may begin at any token."""
         own, block = self._shape, np.concatenate([keys, values], axis=2)
         assert (len(keys), keys.shape[2], values.shape[2]) == (own.kv_heads, own.key_dim, own.value_dim), (
-            f"layer {self._layer}: {keys.shape} and {values.shape} for its window"
+            f"layer {self._name}: {keys.shape} and {values.shape} for its window"
         )
-        assert block.dtype == self._dtype, f"layer {self._layer}: {block.dtype} for {self._dtype}"
-        data = as_bytes(block)
+        assert block.dtype == self._dtype, f"layer {self._name}: {block.dtype} for {self._dtype}"
         start = self.rows if start is None else start
-        segment = Segment(start, start + keys.shape[1], zlib.crc32(data))
-        self._write(self._file(segment), data)
-        self.segments.append(segment)
+        self.segments.append(self._write(start, start + keys.shape[1], as_bytes(block)))
 
     def window(self) -> tuple[Array, Array]:
         """Keys and values `[heads, min(window, rows), …]` of the last tokens, as copies."""
-        shape = (self._shape.kv_heads, -1, self._width)
-        blocks = [
-            np.frombuffer(self._read(self._file(own)), self._dtype).reshape(shape) for own in self.live()
-        ]
-        empty = np.empty((self._shape.kv_heads, 0, self._width), self._dtype)
-        rows = np.concatenate([empty, *blocks], axis=1)[:, -self._window :]
+        heads = self._shape.kv_heads
+        blocks = [np.frombuffer(self._read(own), self._dtype) for own in self.live()]
+        every = [np.empty((heads, 0, self._width), self._dtype)]
+        every += [block.reshape(heads, -1, self._width) for block in blocks]
+        rows = np.concatenate(every, axis=1)[:, -self._window :]
         keys, values = np.split(rows, [self._shape.key_dim], axis=2)
         return keys.copy(), values.copy()
 
-    def live(self) -> list[Segment]:
-        """The segments that the window reaches into."""
-        return [segment for segment in self.segments if segment.stop > self.rows - self._window]
-
     def trim(self) -> None:
-        """Remove the files that the window has moved past."""
-        live = self.live()
-        for segment in self.segments[: len(self.segments) - len(live)]:
-            self._file(segment).unlink(missing_ok=True)
-        self.segments = live
-
-    def _file(self, segment: Segment) -> Path:
-        return self._folder / f"{self._layer:03d}-{segment.start}-{segment.stop}"
+        self.segments = self.live()
+        super().trim()

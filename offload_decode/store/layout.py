@@ -37,9 +37,8 @@ ALIGNMENT = 64 * 1024
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array: `shape`, cut into chunks of the shape `chunk`; edge chunks are padded with zeros.
-
-    Arrays of rank 3 are `[heads, rows, D]` in chunks of one head; all others are of rank 1 and one chunk.
+    """One array, cut into chunks of the shape `chunk`, of which those at the edges are padded with zeros: of
+    rank 3, `[heads, rows, D]` in chunks of one head, or of rank 1 and one chunk.
     """
 
     name: str
@@ -66,12 +65,14 @@ class ArraySpec:
     @property
     def file_count(self) -> int:
         """Chunk files."""
-        return math.prod(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
+        return math.prod(map(len, self._grid()))
 
     def files(self) -> Iterator[str]:
         """Every chunk file, head by head, in the order of the rows."""
-        grid = (range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True))
-        return (f"{self.name}/c." + ".".join(map(str, index)) for index in product(*grid))
+        return (f"{self.name}/c." + ".".join(map(str, index)) for index in product(*self._grid()))
+
+    def _grid(self) -> list[range]:
+        return [range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True)]
 
     def head_files(self, head: int) -> list[str]:
         """The chunk files of one head, in the order of the rows."""
@@ -80,9 +81,8 @@ class ArraySpec:
 
 
 def chunk_rows(rows: int, row_bytes: int, target: int | None = None, most: int = MAX_CHUNKS) -> int:
-    """Rows of a chunk: about `target`, more where that would make more than `most` chunks.
-
-    Several chunks are each a multiple of ALIGNMENT; a single one has exactly `rows` rows.
+    """Rows of a chunk: about `target`, more where that would make more than `most` chunks; each a multiple of
+    ALIGNMENT, but a single one has exactly `rows`.
     """
     chunks = min(-(-rows // (target or CHUNK_TOKENS)), most)
     unit = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
@@ -126,21 +126,16 @@ def array_specs(
 
     for layer, own in enumerate(manifest.shape.layers):
         if own.local:
-            yield from _window(manifest, layer_name(layer), own)
+            length = manifest.kept_window(own)
+            for kind, dim in (("keys", own.key_dim), ("values", own.value_dim)):
+                shape, chunk = (own.kv_heads, length, dim), (1, length, dim)
+                yield ArraySpec(f"{layer_name(layer)}/window_{kind}", shape, chunk, manifest.dtype)
         elif own.kind is LayerKind.FULL:
             yield from _whole(manifest, layer_name(layer), own, earlier or {})
         for state in own.states:
             length = math.prod(state.shape)
             for name in (state.name, state.name + SEAM) if manifest.keeps_seam else (state.name,):
                 yield ArraySpec(f"{layer_name(layer)}/{name}", (length,), (length,), state.dtype)
-
-
-def _window(manifest: Manifest, group: str, own: LayerShape) -> Iterator[ArraySpec]:
-    length = manifest.kept_window(own)
-    for kind, dim in (("keys", own.key_dim), ("values", own.value_dim)):
-        yield ArraySpec(
-            f"{group}/window_{kind}", (own.kv_heads, length, dim), (1, length, dim), manifest.dtype
-        )
 
 
 def _whole(
@@ -231,7 +226,16 @@ def header_of(data: bytes) -> dict[str, Any] | None:
 
 def read_specs(root: Path, manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays of the store at `root` by name; StoreDamaged where they are not what the manifest says."""
-    offsets, names = (_length(root, f"documents/{name}") for name in ("offsets", "names"))
+    lengths = []
+    for name in ("documents/offsets", "documents/names"):
+        match _read(root, name).get("shape"):
+            case [int(length)] if length > 0 and length is not True:
+                lengths.append(length)
+            case _:
+                raise StoreDamaged(
+                    f"{root / name} is not a list: restore the store from a copy, or prefill again."
+                )
+    offsets, names = lengths
     if names > LARGEST_LIST or offsets > min(names, manifest.n_tokens + 2):
         raise StoreDamaged(f"{root} lists more documents than it has tokens, or names: prefill again.")
     specs = array_specs(manifest, offsets - 1, names)
@@ -285,17 +289,8 @@ def _is_mappable(spec: ArraySpec) -> bool:
 
 
 def _stored_dtype(dtype: str) -> str:
-    """Zarr has neither bfloat16 nor encoded rows: their bits are stored, and the attribute `dtype` says what
-    they are.
-    """
+    """Zarr has neither bfloat16 nor encoded rows: the attribute `dtype` says what their bits are."""
     return "uint16" if dtype == "bfloat16" else numpy_dtype(dtype).name
-
-
-def _length(root: Path, name: str) -> int:
-    shape = _read(root, name).get("shape")
-    if not (isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] > 0):
-        raise StoreDamaged(f"{root / name} is not a list: restore the store from a copy, or prefill again.")
-    return shape[0]
 
 
 def _read(root: Path, name: str) -> dict[str, Any]:
@@ -330,10 +325,8 @@ def sample_plan(n_tokens: int, group: int, n: int) -> tuple[Int64s, Int64s]:
 
 
 def _spread(m: int, n: int) -> Int64s:
-    """`n` of the numbers below `m`, in order: the first n of them in an order that does not depend on `m`.
-
-    Counted from 1, the multiples of a power of two come first; between them, those of its half, which are
-    themselves taken in that order.
+    """`n` of the numbers below `m`, in order: the first n of them in an order that does not depend on `m`:
+    counted from 1, the multiples of a power of two, then between them those of its half, and so on.
     """
     if n in (0, m):
         return np.arange(n, dtype=np.int64)

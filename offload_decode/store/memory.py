@@ -1,6 +1,4 @@
-"""A store in memory, for tests and benchmarks: arrays, and what a prefill derives of them, made at first use
-by the writer's functions. It answers as a store on disk that was written from the same arrays.
-"""
+"""A store in memory, for tests and benchmarks, which answers as one on disk of the same arrays."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 class MemoryStore:
-    """Implements `offload_decode.store.base.Store` over arrays: its methods are those of `KVStore`. It has no
-    tokens, documents and recurrent states, and no indexes lie beside it: `topk` searches all keys.
+    """Implements `offload_decode.store.base.Store` over arrays: its methods are those of `KVStore`; what a
+    prefill derives is made at first use by the writer's functions. It has no tokens, documents and recurrent
+    states, and no indexes lie beside it: `topk` searches all keys.
 
     keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
     `common.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
@@ -107,9 +106,8 @@ class MemoryStore:
     def store_digest(self) -> str:
         """SHA-256 of all keys and values, as they are stored."""
         whole = hashlib.sha256()
-        for head in self._heads.values():
-            whole.update(as_bytes(head.keys))
-            whole.update(as_bytes(head.values))
+        for rows in (rows for head in self._heads.values() for rows in (head.keys, head.values)):
+            whole.update(as_bytes(rows))
         return whole.hexdigest()
 
     def keys(self, layer: int, kv_head: int) -> Array:
@@ -165,15 +163,7 @@ class _Head:
 
     def __init__(self, manifest: Manifest, keys: Array, values: Array) -> None:
         self._manifest = manifest
-        self._given = keys, values
-
-    @cached_property
-    def keys(self) -> Array:
-        return _read_only(np.ascontiguousarray(self._given[0]))
-
-    @cached_property
-    def values(self) -> Array:
-        return _read_only(np.ascontiguousarray(self._given[1]))
+        self.keys, self.values = (_read_only(np.ascontiguousarray(rows)) for rows in (keys, values))
 
     @cached_property
     def key_norms(self) -> Array:

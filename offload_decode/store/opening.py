@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from offload_decode.common.errors import (
     StoreDamaged,
@@ -17,34 +17,24 @@ from offload_decode.common.errors import (
     StoreNotFound,
 )
 from offload_decode.store import files, layout
-from offload_decode.store.files import (
-    LARGEST_MANIFEST,
-    LARGEST_METADATA,
-    check_folders,
-    check_sizes,
-    listed,
-    read_regular,
-)
+from offload_decode.store.files import check_folders, check_sizes, listed, read_regular
 from offload_decode.store.format import Manifest, check_version
 from offload_decode.store.layout import ArraySpec
 from offload_decode.store.staging import LOCK, STORE, Committed, partial_path
 
 T = TypeVar("T")
+_NO_STORE = "{} is not a KV store: give the path of one that `offload-decode prefill` made."
 
 
-class Checked(NamedTuple):
-    """What is known of a store before its data are read: `specs` by array, `sums` (SHA-256) by file."""
-
-    manifest: Manifest
-    specs: dict[str, ArraySpec]
-    sums: dict[str, str]
-
-
-def checked(root: Path) -> Checked:
-    """The metadata of the store at `root`, when they and the sizes of its files are right. Raises
-    `StoreForeign` and `StoreDamaged`.
+def checked(root: Path) -> tuple[Manifest, dict[str, ArraySpec], dict[str, str]]:
+    """The manifest of the store at `root`, its arrays by name, and SHA-256 by file; all checked.
+    Raises `StoreForeign` and `StoreDamaged`.
     """
-    header = _readable_header(root)
+    header = layout.read_header(root)
+    if header is not None:
+        check_version(header)
+    elif not (root / files.SEAL).exists():  # with one, the checksums tell what is wrong
+        raise StoreForeign(_NO_STORE.format(root))
     sums = files.read_sums(root)
     small = [name for name in sums if name.endswith("zarr.json")]
     if changed := [name for name in small if not _matches(root, name, sums[name])]:
@@ -57,13 +47,11 @@ def checked(root: Path) -> Checked:
     manifest = Manifest.from_json(header)
     specs = layout.read_specs(root, manifest)
     _check_files(root, manifest, specs, sums)
-    return Checked(manifest, specs, sums)
+    return manifest, specs, sums
 
 
 def expected_sizes(root: Path, most: int) -> Mapping[str, int]:
-    """Bytes of the files of the arrays, by path below `root`; none where the metadata cannot be read, or
-    promise more than `most` files.
-    """
+    """Bytes of the arrays' files, by path; none if metadata cannot be read, or promise more than `most`."""
     try:
         specs = layout.read_specs(root, Manifest.from_json(layout.read_header(root) or {}))
     except StoreError:  # whoever reads the files names what is wrong with them
@@ -75,9 +63,7 @@ def existing(path: Path) -> Path:
     """The whole path of what may be a store. Raises `StoreNotFound`, `StoreIncomplete`, `StoreForeign`."""
     path = Path(os.path.abspath(path))
     if not path.name:
-        raise StoreForeign(
-            f"{path} is not a KV store: give the path of one that `offload-decode prefill` made."
-        )
+        raise StoreForeign(_NO_STORE.format(path))
     if (path / layout.COLLECTION).exists():
         raise StoreForeign(
             f"{path} is a collection, and no store: `index`, `ask`, `batch`, `inspect` and `verify` take it "
@@ -92,9 +78,7 @@ def existing(path: Path) -> Path:
 
 
 def of_one(root: Path, work: Callable[[], T]) -> T:
-    """The result of `work` on the store at `root`, repeated where an append replaced the store meanwhile, so
-    that it read a part of each.
-    """
+    """What `work` finds in the store at `root`, done again where an append replaced the store meanwhile."""
     while True:
         before = identity(root)
         try:
@@ -117,18 +101,6 @@ def _how_far(partial: Path) -> str:
     return f"The prefill in {partial} has not finished ({done}{of_all} tokens): run it again to go on."
 
 
-def _readable_header(root: Path) -> dict[str, object] | None:
-    """The manifest as JSON; None where only the checksums can tell what is wrong with it."""
-    header = layout.read_header(root)
-    if header is not None:
-        check_version(header)
-    elif not (root / files.SEAL).exists():
-        raise StoreForeign(
-            f"{root} is not a KV store: give the path of one that `offload-decode prefill` made."
-        )
-    return header
-
-
 def identity(path: Path) -> tuple[int, int] | None:
     """Tells the folder of a store from another one of the same name; None where it is gone."""
     try:
@@ -149,7 +121,7 @@ def surfaced(root: Path) -> Iterator[None]:
 
 def _matches(root: Path, name: str, digest: str) -> bool:
     try:
-        most = LARGEST_MANIFEST if name == layout.ROOT else LARGEST_METADATA
+        most = files.LARGEST_MANIFEST if name == layout.ROOT else files.LARGEST_METADATA
         return hashlib.sha256(read_regular(root / name, most)).hexdigest() == digest
     except FileNotFoundError:
         return False

@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from offload_decode.store.format import Array
 
 
-class OpenPage(NamedTuple):
-    """Bounds `[Hkv, D]` of the page that is being filled, as order-preserving integers."""
-
-    lower: Array
-    upper: Array
-
-
 def fold_pages(
-    open_page: OpenPage | None, start: int, keys: Array, page_size: int, n_tokens: int
-) -> tuple[Array, Array, OpenPage | None]:
+    open_page: Array | None, start: int, keys: Array, page_size: int, n_tokens: int
+) -> tuple[Array, Array, Array | None]:
     """Bounds of the pages that `keys [Hkv, T, D]`, the tokens from `start` on, complete.
 
-    Returns `(lower, upper)`, both `[Hkv, pages, D]` in the dtype of the keys, and the page left open.
-    The page that ends with the last of `n_tokens` is complete, however short it is.
+    Returns `(lower, upper)`, both `[Hkv, pages, D]` in the dtype of the keys, and the page left open: bounds
+    `[2, Hkv, 1, D]` as order-preserving integers. The page that ends with the last of `n_tokens` is complete,
+    however short it is.
     """
-    rows, end = _ordered(keys), start + keys.shape[1]
-    ahead = min(-start % page_size, keys.shape[1])
-    whole = (keys.shape[1] - ahead) // page_size * page_size
+    # As integers -0 sorts below +0, so that a bound does not depend on how the tokens were grouped; and numpy
+    # reduces 16-bit integers ten times faster than float16.
+    rows = _flip_negatives(np.ascontiguousarray(keys).view(f"<i{keys.itemsize}"))
+    tokens = keys.shape[1]
+    ahead = min(-start % page_size, tokens)
+    whole = (tokens - ahead) // page_size * page_size
     inner = rows[:, ahead : ahead + whole].reshape(len(rows), whole // page_size, page_size, rows.shape[2])
-    lower, upper = [inner.min(axis=2)], [inner.max(axis=2)]
+    pages = [_bounds(inner, None)]
     if ahead:
-        open_page = _merged(open_page, rows[:, :ahead])
+        open_page = _bounds(rows[:, None, :ahead], open_page)
         if (start + ahead) % page_size == 0:
-            lower.insert(0, open_page.lower[:, None])
-            upper.insert(0, open_page.upper[:, None])
-            open_page = None
-    if ahead + whole < keys.shape[1]:
-        open_page = _merged(None, rows[:, ahead + whole :])
-    if end == n_tokens and open_page is not None:
-        lower.append(open_page.lower[:, None])
-        upper.append(open_page.upper[:, None])
-        open_page = None
-    return (
-        _floats(np.concatenate(lower, axis=1), keys),
-        _floats(np.concatenate(upper, axis=1), keys),
-        open_page,
-    )
+            pages, open_page = [open_page, *pages], None
+    if ahead + whole < tokens:
+        open_page = _bounds(rows[:, None, ahead + whole :], None)
+    if start + tokens == n_tokens and open_page is not None:
+        pages, open_page = [*pages, open_page], None
+    lower, upper = _flip_negatives(np.concatenate(pages, axis=2)).view(keys.dtype)
+    return lower, upper, open_page
 
 
 def rounded_outward(lower: Array, upper: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -62,25 +52,12 @@ def rounded_outward(lower: Array, upper: Array, dtype: np.dtype[Any]) -> tuple[A
     )
 
 
-def _merged(page: OpenPage | None, rows: Array) -> OpenPage:
-    lower, upper = rows.min(axis=1), rows.max(axis=1)
-    if page is None:
-        return OpenPage(lower, upper)
-    return OpenPage(np.minimum(page.lower, lower), np.maximum(page.upper, upper))
-
-
-def _ordered(floats: Array) -> Array:
-    """The floats as integers in the same order.
-
-    -0 sorts below +0, so that the bytes of a bound do not depend on how the tokens were grouped; and numpy
-    reduces 16-bit integers ten times faster than float16.
-    """
-    bits = np.ascontiguousarray(floats).view(f"<i{floats.itemsize}")
-    return _flip_negatives(bits)
-
-
-def _floats(ordered: Array, like: Array) -> Array:
-    return _flip_negatives(ordered).view(like.dtype)
+def _bounds(pages: Array, before: Array | None) -> Array:
+    """`[2, Hkv, P, D]` of `pages [Hkv, P, T, D]`, and of the tokens that had these bounds `before`."""
+    lower, upper = pages.min(axis=2), pages.max(axis=2)
+    if before is not None:
+        lower, upper = np.minimum(before[0], lower), np.maximum(before[1], upper)
+    return np.stack([lower, upper])
 
 
 def _flip_negatives(bits: Array) -> Array:

@@ -34,7 +34,7 @@ def names_of(data: bytes) -> list[str]:
     return names
 
 
-_STATES = ("conv", "recurrent")
+_KV, _STATES = ("keys", "values"), ("conv", "recurrent")
 _KINDS = {
     "key_norms": "key norms",
     "page_min": "page bounds",
@@ -61,8 +61,7 @@ class KVStore:
     @classmethod
     def open(cls, path: str | Path) -> KVStore:
         """Open the store at `path`: its metadata and the sizes of its files are checked, no data is read.
-
-        StoreNotFound, StoreIncomplete, StoreForeign or StoreDamaged says in a sentence what is wrong.
+        Raises StoreNotFound, StoreIncomplete, StoreForeign or StoreDamaged.
         """
         root = existing(Path(path))
         with surfaced(root):
@@ -199,18 +198,20 @@ class KVStore:
             (f"another dtype, {dtype}", ours.dtype, dtype),
             ("other weights", ours.weights_hash, weights_hash),
             ("another tokenizer", ours.tokenizer_hash, tokenizer_hash),
+            ("another shape", ours.shape, shape),
         ):
             if given is None or given == mine:
                 continue
-            if fingerprint_version(given) != fingerprint_version(mine):
+            if isinstance(given, str) and fingerprint_version(given) != fingerprint_version(str(mine)):
                 raise StoreMismatch(
                     f"{self.path} was made by another release ({ours.software}), which knows models by other "
                     "fingerprints, so it cannot be told whether this model made it: prefill again, or use "
                     "that release."
                 )
-            raise self._mismatch(what)
-        if shape is not None and shape != ours.shape:
-            raise self._mismatch("another shape")
+            raise StoreMismatch(
+                f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model has "
+                f"{what}: open the store with the model that made it, or prefill again."
+            )
 
     def verify(self, progress: files.Report | None = None) -> None:
         """Read every byte; see `verify_store`."""
@@ -232,11 +233,8 @@ class KVStore:
 
     def _window(self, layer: int, rows: slice) -> tuple[Array, Array]:
         heads = range(self.manifest.shape.layers[layer].kv_heads)
-        keys, values = (
-            np.stack([self._rows(layer, name, head)[rows] for head in heads])
-            for name in ("window_keys", "window_values")
-        )
-        return keys, values
+        keys, values = ([self._rows(layer, f"window_{kind}", head)[rows] for head in heads] for kind in _KV)
+        return np.stack(keys), np.stack(values)
 
     def _states(self, layer: int, suffix: str) -> tuple[Array, ...]:
         return tuple(
@@ -259,33 +257,23 @@ class KVStore:
             self.check_same()
             raise
 
-    def _check_contents(self) -> None:
-        """StoreDamaged where tokens, documents or positions are not what the manifest says."""
-        if token_hash(self.tokens) != self.manifest.token_hash:
-            raise self._contradiction()
-        _ = self.documents, self.query_positions
-
-    def _mismatch(self, what: str) -> StoreMismatch:
-        return StoreMismatch(
-            f"{self.path} was prefilled by the model {self.manifest.model_id} in {self.manifest.dtype}, and "
-            f"this model has {what}: open the store with the model that made it, or prefill again."
-        )
-
     def _contradiction(self) -> StoreDamaged:
         return StoreDamaged(f"The tokens or documents in {self.path} contradict its manifest: prefill again.")
 
 
 def verify_store(path: str | Path, progress: files.Report | None = None) -> None:
-    """Read every byte of the store at `path`.
-
-    StoreDamaged names every file that is missing, changed or not of the store; otherwise as `KVStore.open`.
+    """Read every byte of the store at `path`. Raises as `KVStore.open`; StoreDamaged names every file that is
+    missing, changed or not of the store.
     """
     root = existing(Path(path))
 
     def verify() -> None:
         if (root / files.SEAL).exists():
             files.check_tree(root, partial(expected_sizes, root), progress)
-        KVStore.open(root)._check_contents()
+        store = KVStore.open(root)
+        if token_hash(store.tokens) != store.manifest.token_hash:
+            raise store._contradiction()
+        _ = store.documents, store.query_positions
 
     with surfaced(root):
         of_one(root, verify)

@@ -18,18 +18,14 @@ from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regul
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
 from offload_decode.store.layout import ArraySpec, array_specs, sample_plan
-from offload_decode.store.pages import OpenPage, fold_pages
+from offload_decode.store.pages import fold_pages
 from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed
 from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, no_errors, write_array
 from offload_decode.types import Document
 
 
 def prepare(
-    partial: Path,
-    manifest: Manifest,
-    tokens: Array,
-    documents: Sequence[Document],
-    growth: Growth | None,
+    partial: Path, manifest: Manifest, tokens: Array, documents: Sequence[Document], growth: Growth | None
 ) -> tuple[Array, Array]:
     """Make the store in the staging folder `partial`, which is held, or see that it is this one; its samples.
 
@@ -52,7 +48,7 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     for folder in (root, partial / WINDOWS):
         files.remove(folder)
         folder.mkdir()
-    earlier = growth.specs if growth else None
+    earlier = growth.earlier.specs if growth else None
     sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
     specs = list(array_specs(manifest, *sizes, earlier))
     layout.create_group(root, manifest, specs)
@@ -128,7 +124,7 @@ def _staged_bytes(root: Path, name: str, size: int) -> bytes:
         return staged.read(size + 1)
 
 
-def reopened_page(manifest: Manifest, keys: RowStream) -> OpenPage | None:
+def reopened_page(manifest: Manifest, keys: RowStream) -> Array | None:
     """The bounds of the page that the last commit left open, from the staged keys of its layer."""
     if not (rows := keys.rows % manifest.page_size) or keys.rows == manifest.n_tokens:
         return None

@@ -199,15 +199,6 @@ class Encoder:
         return cost
 
 
-def errors_at_seam(manifest: Manifest) -> dict[str, EncodingLoss]:
-    """Those of a written store, over the tokens up to its seam."""
-    return {
-        array_name(entry["layer"], kind): EncodingLoss(*entry["sums"])
-        for kind, entries in manifest.kv_error.items()
-        for entry in entries
-    }
-
-
 def no_errors(manifest: Manifest) -> dict[str, EncodingLoss]:
     """Those of a store before its first row."""
     stored = ("keys",) if manifest.shape.latent else ("keys", "values")

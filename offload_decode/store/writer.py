@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -85,31 +85,6 @@ def remove_left(partial: Path) -> None:
             shutil.rmtree(partial)
     with suppress(OSError):  # a kill may leave an empty folder
         partial.rmdir()
-
-
-def seal(partial: Path, names: Iterable[str], progress: Report | None = None) -> None:
-    """Put the checksums of all files into the store in the staging folder, and flush it to the disk."""
-    root = partial / STORE
-    sums = render(hash_files(root, names, progress))
-    for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
-        files.write(partial / name, data)  # its temporary file must not lie in the store
-        files.rename(partial / name, root / name)
-    files.sync_tree(root)
-
-
-def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
-    """Give the sealed store in the staging folder its name, `replacing` the one that has it, and remove the
-    folder.
-
-    A crash at any point leaves the staging folder, from which this can be done again, or the store; where one
-    is replaced, the earlier store has its name until the new one has it.
-    """
-    if replacing:
-        exchange(partial / STORE, path, aside=partial / REPLACED)
-    else:
-        refuse_existing(path)
-        files.rename(partial / STORE, path)
-    clear(partial)
 
 
 def clear(partial: Path) -> None:
@@ -191,7 +166,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         with ExitStack() as stack:
             if growth is None:
                 refuse_existing(path)
-            with _surfaced(partial, 0, growth):
+            with staging.surfaced(partial, "its first 0 tokens", "append" if growth else "prefill"):
                 stack.enter_context(staging.locked(partial))
                 if growth is None:
                     refuse_existing(path)  # it may have been published while the lock was waited for
@@ -295,7 +270,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 self._encoder.at_seam = dict(self._encoder.errors)
                 if self.manifest.keeps_seam:
                     for state in self._states.values():
-                        state.keep()
+                        state.at_seam = state.segment
             logs: list[WindowLog | StateLog] = [*self._windows.values(), *self._states.values()]
             written = [each.take_written() for each in (*self._streams.values(), *logs)]
             files.sync_files(set[Path]().union(*written))
@@ -314,10 +289,19 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 log.trim()
 
     def publish(self, progress: Report | None = None) -> None:
-        """Checksum everything, flush it to the disk, and give the store its name; then close."""
-        self.seal(progress)
+        """Checksum everything, flush it to the disk, and give the store its name; then close.
+
+        A crash at any point leaves the staging folder, from which this can be done again, or the store; one
+        that is replaced has its name until the new one has it.
+        """
+        sealed = self.seal(progress)
         with self._surfaced():
-            publish(self._partial, self.path, replacing=self.growth is not None)
+            if self.growth:
+                exchange(sealed, self.path, aside=self._partial / REPLACED)
+            else:
+                refuse_existing(self.path)
+                files.rename(sealed, self.path)
+            clear(self._partial)
         self.close()
 
     def seal(self, progress: Report | None = None) -> Path:
@@ -342,7 +326,11 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
             names = layout.group_files(self.manifest)
             for spec in self._specs.values():
                 names += [spec.metadata_file, *spec.files()]
-            seal(self._partial, names, progress)
+            sums = render(hash_files(self._root, names, progress))
+            for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
+                files.write(self._partial / name, data)  # its temporary file must not lie in the store
+                files.rename(self._partial / name, self._root / name)
+            files.sync_tree(self._root)
         self._sealed = True
         return self._root
 
@@ -362,8 +350,5 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         return self._streams[array_name(layer, kind)]
 
     def _surfaced(self) -> AbstractContextManager[None]:
-        return _surfaced(self._partial, self.done, self.growth)
-
-
-def _surfaced(partial: Path, done: int, growth: Growth | None) -> AbstractContextManager[None]:
-    return staging.surfaced(partial, f"its first {done:,} tokens", "append" if growth else "prefill")
+        command = "append" if self.growth else "prefill"
+        return staging.surfaced(self._partial, f"its first {self.done:,} tokens", command)

@@ -16,15 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["IndexContract", "MethodContract", "SelectorContract"]
 
-_HOMES = {
-    "IndexContract": "index_contract",
-    "MethodContract": "method_contract",
-    "SelectorContract": "selector_contract",
-}
-
 
 def __getattr__(name: str) -> object:
-    # Imported when asked for: pytest loads the plugin beside this file in every run, whatever is tested.
-    if name in _HOMES:
-        return getattr(import_module(f"offload_decode.testing.{_HOMES[name]}"), name)
+    # Imported when asked for: the plugin beside this file is to import nothing but pytest.
+    if name in __all__:
+        what = name.removesuffix("Contract").lower()
+        return getattr(import_module(f"offload_decode.testing.{what}_contract"), name)
     raise AttributeError(f"module 'offload_decode.testing' has no attribute '{name}'")

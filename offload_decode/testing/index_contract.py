@@ -16,8 +16,8 @@ from offload_decode.common.errors import IndexDamaged, IndexMismatch, IndexNotFo
 from offload_decode.common.rows import encodings
 from offload_decode.indexes import Hits, VectorIndex, get, keys_digest
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
 ENCODINGS = [encodings.INT8, encodings.INT4]
+FORMS = [np.float16, ml_dtypes.bfloat16, np.float32, *ENCODINGS]
 DIM = 32
 Array = npt.NDArray[Any]
 
@@ -44,10 +44,6 @@ def foreign_queries(count: int, seed: int = 1) -> Array:
     offset = 2 * rng.standard_normal(DIM)
     noise = np.random.default_rng(seed).standard_normal((count, DIM))
     return (offset + 3 * noise).astype(np.float32)
-
-
-def keys_as_queries(keys: Array) -> Array:
-    return np.asarray(encodings.decode(keys), np.float32)
 
 
 def exact_scores(queries: Array, keys: Array) -> Array:
@@ -152,7 +148,7 @@ class IndexContract:
 
     # Scores
 
-    @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
+    @pytest.mark.parametrize("dtype", FORMS)
     def test_scores_are_inner_products_with_the_stored_keys(self, dtype: Any) -> None:
         keys, queries = clustered_keys(2000, dtype), foreign_queries(6)
         index = self.cls.build(keys, foreign_queries(64, seed=2), k=8)
@@ -186,13 +182,11 @@ class IndexContract:
         queries = draw(128, seed=6)
         for k in (4, 16, 64, 512):
             assert recall_of(index.search(queries, k), queries, keys, k) >= 0.86, k
-        if index.exhaustive:
-            assert index.recall is None
-        else:
-            record = index.recall
-            assert record is not None
-            assert (record.target, record.k, record.source) == (0.9, 16, "prefill queries")
-            assert record.queries == 256
+        record = index.recall
+        assert (record is None) == index.exhaustive
+        if record is not None:
+            told = (record.target, record.k, record.source, record.queries)
+            assert told == (0.9, 16, "prefill queries", 256)
             assert record.measured >= 0.86
 
     def test_full_recall_is_reached_when_it_is_the_target(self, keys: Array) -> None:
@@ -207,7 +201,7 @@ class IndexContract:
 
     # More keys
 
-    @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
+    @pytest.mark.parametrize("dtype", FORMS)
     def test_an_extended_index_holds_its_target(self, dtype: Any, tmp_path: Path) -> None:
         keys, queries = clustered_keys(3000, dtype), near_queries(64, seed=6)
         first = self.cls.build(keys[:2200], near_queries(256, seed=3), target_recall=0.9, k=16)
@@ -220,10 +214,8 @@ class IndexContract:
         assert_well_formed(hits, 64, 16, 3000)
         self.assert_truthful(hits, queries, keys)
         assert recall_of(hits, queries, keys, 16) >= 0.86
-        assert (
-            recall_of(index.search(keys_as_queries(keys[2200:]), 1), keys_as_queries(keys[2200:]), keys, 1)
-            >= 0.86
-        )
+        added = encodings.decode(keys[2200:])
+        assert recall_of(index.search(added, 1), added, keys, 1) >= 0.86
         if not index.exhaustive:
             assert index.recall is not None
             assert (index.recall.target, index.recall.k, index.recall.queries) == (0.9, 16, 256)
@@ -254,7 +246,7 @@ class IndexContract:
 
     # Files
 
-    @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
+    @pytest.mark.parametrize("dtype", FORMS)
     def test_a_loaded_index_answers_as_the_saved_one(self, dtype: Any, tmp_path: Path) -> None:
         keys, queries = clustered_keys(1500, dtype), foreign_queries(5)
         keys.tofile(tmp_path / "keys")
@@ -281,20 +273,19 @@ class IndexContract:
         index.save(tmp_path / "i")
         other = keys.copy()
         other[7, 3] += 1
-        with pytest.raises(IndexMismatch, match="digest"):
-            self.cls.load(tmp_path / "i", other)
-        with pytest.raises(IndexMismatch, match="digest"):
-            self.cls.load(tmp_path / "i", keys, digest="another store's")
-        named = self.cls.build(keys, digest="named by the store")
-        named.save(tmp_path / "named")
-        assert self.cls.load(tmp_path / "named", keys, digest="named by the store").digest == named.digest
-        with pytest.raises(IndexMismatch, match="n is"):
-            self.cls.load(tmp_path / "named", keys[:-1], digest="named by the store")
-        with pytest.raises(IndexMismatch, match="dtype"):
-            self.cls.load(tmp_path / "named", keys.astype(np.float32), digest="named by the store")
-        encoded = encodings.encode(keys, encodings.INT8)
-        with pytest.raises(IndexMismatch, match="dtype is 'float16', not 'int8-rows'"):
-            self.cls.load(tmp_path / "named", encoded, digest="named by the store")
+        for given, digest in ((other, None), (keys, "another store's")):
+            with pytest.raises(IndexMismatch, match="digest"):
+                self.cls.load(tmp_path / "i", given, digest=digest)
+        name = "named by the store"
+        self.cls.build(keys, digest=name).save(tmp_path / "named")
+        assert self.cls.load(tmp_path / "named", keys, digest=name).digest == name
+        for given, said in (
+            (keys[:-1], "n is"),
+            (keys.astype(np.float32), "dtype"),
+            (encodings.encode(keys, encodings.INT8), "dtype is 'float16', not 'int8-rows'"),
+        ):
+            with pytest.raises(IndexMismatch, match=said):
+                self.cls.load(tmp_path / "named", given, digest=name)
 
     def test_index_of_another_kind_is_refused(self, index: VectorIndex, keys: Array, tmp_path: Path) -> None:
         index.save(tmp_path / "i")
@@ -345,7 +336,8 @@ class IndexContract:
         self, dim: int, dtype: str, tmp_path: Path
     ) -> None:
         # Within a tenth: how many levels of a graph a key is on, and where cells end, is drawn or found.
-        keys = _drawn(4000, dim, dtype)
+        drawn = np.random.default_rng(0).standard_normal((4000, dim)).astype(np.float32)
+        keys = encodings.encode(drawn, dtype) if dtype == encodings.INT8 else drawn.astype(dtype)
         built = self.cls.build(keys)
         stated = self.cls.costs(len(keys), dim, keys.dtype, 64)
         built.save(tmp_path / "i")
@@ -385,13 +377,11 @@ class IndexContract:
             with pytest.raises(InvalidIndexInput):
                 self.cls.build(wrong)
         queries = foreign_queries(2)
-        for wrong in (queries[0], queries[:, :-1], queries.astype(np.int64)):
+        asked: list[Any] = [(queries, k) for k in (-1, 2.5, None)]
+        asked += [(wrong, 3) for wrong in (queries[0], queries[:, :-1], queries.astype(np.int64))]
+        for given, k in asked:
             with pytest.raises(InvalidIndexInput):
-                index.search(wrong, 3)
-        wrong_counts: list[Any] = [-1, 2.5, None]
-        for k in wrong_counts:
-            with pytest.raises(InvalidIndexInput):
-                index.search(queries, k)
+                index.search(given, k)
         for options in ({"target_recall": 0.0}, {"target_recall": 1.1}, {"k": 0}):
             with pytest.raises(InvalidIndexInput):
                 self.cls.build(keys, **options)
@@ -400,12 +390,6 @@ class IndexContract:
         queries = foreign_queries(3).astype(ml_dtypes.bfloat16)
         narrow, wide = index.search(queries, 5), index.search(queries.astype(np.float32), 5)
         np.testing.assert_array_equal(narrow.ids, wide.ids)
-
-
-def _drawn(n: int, dim: int, dtype: str) -> Array:
-    """Keys without any clusters."""
-    keys = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
-    return encodings.encode(keys, dtype) if dtype == encodings.INT8 else keys.astype(dtype)
 
 
 def _same_json(a: bytes, b: bytes | bytearray) -> bool:

@@ -27,34 +27,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """One option a suite."""
     group = parser.getgroup("offload-decode", "offload-decode: the contracts of extensions")
     for what in SUITES:
-        group.addoption(
-            _option(what),
-            action="append",
-            default=[],
-            metavar="NAME",
-            help=f"run the suite of the {what} that is installed under this name, and no other tests",
-        )
+        told = f"run the suite of the {what} that is installed under this name, and no other tests"
+        group.addoption(f"--offload-decode-{what}", action="append", default=[], metavar="NAME", help=told)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect the file of the suites that are asked for, in place of what would be collected."""
-    asked[:] = [(what, name) for what in SUITES for name in config.getoption(_option(what))]
-    for what, name in asked:
-        _refuse_unknown(SUITES[what][2], name)
-    if asked:
-        config.args[:] = [str(Path(__file__).with_name("named.py"))]
-
-
-def _refuse_unknown(registry: str, name: str) -> None:
+    asked[:] = [(what, name) for what in SUITES for name in config.getoption(f"--offload-decode-{what}")]
+    if not asked:
+        return
     from importlib import import_module
 
     from offload_decode.common.errors import OffloadDecodeError
 
-    try:
-        import_module(registry).get(name)
-    except OffloadDecodeError as error:
-        raise pytest.UsageError(str(error)) from None
-
-
-def _option(what: str) -> str:
-    return f"--offload-decode-{what}"
+    for what, name in asked:
+        try:
+            import_module(SUITES[what][2]).get(name)
+        except OffloadDecodeError as error:
+            raise pytest.UsageError(str(error)) from None
+    config.args[:] = [str(Path(__file__).with_name("named.py"))]

@@ -23,11 +23,11 @@ STORE = (50, 4, 2)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, by entry points."""
     bases = {"selectors": Selector, "indexes": VectorIndex, "prefill_methods": Method}
-    classes = [own for own in vars(wrong).values() if isinstance(own, type)]
+    classes = {attribute: own for attribute, own in vars(wrong).items() if isinstance(own, type)}
     groups = {
         group: {
-            own.name: f"tests.extensions.wrong:{own.__name__}"
-            for own in classes
+            own.name: f"tests.extensions.wrong:{attribute}"
+            for attribute, own in classes.items()
             if issubclass(own, base) and own.__module__ == wrong.__name__ and "name" in vars(own)
         }
         for group, base in bases.items()

@@ -26,46 +26,22 @@ class First(Selector):
         return torch.arange(k)
 
 
-class TooMany(First):
-    name = "too-many"
-
-    def ids(self, k):
-        return torch.arange(min(k + 1, self.host.length))
+def derived(base, name, **changed):
+    return type(name, (base,), {"name": name, "__module__": __name__, **changed})
 
 
-class TooFew(First):
-    name = "too-few"
-
-    def ids(self, k):
-        return torch.arange(k // 2)
+def selector(name, ids):
+    """The first k tokens, but these."""
+    return derived(First, name, ids=ids)
 
 
-class Repeats(First):
-    name = "repeats"
-
-    def ids(self, k):
-        return torch.arange(k) // 2
-
-
-class Beyond(First):
-    name = "beyond"
-
-    def ids(self, k):
-        return torch.arange(k) + self.host.length - k + 1
-
-
-class Below(First):
-    name = "below"
-
-    def ids(self, k):
-        return torch.arange(k) - 2
-
-
-class LeavesOneOut(First):
-    name = "leaves-one-out"
-
-    def ids(self, k):
-        return torch.arange(min(k, self.host.length - 1))
+TooMany = selector("too-many", lambda self, k: torch.arange(min(k + 1, self.host.length)))
+TooFew = selector("too-few", lambda self, k: torch.arange(k // 2))
+Repeats = selector("repeats", lambda self, k: torch.arange(k) // 2)
+Beyond = selector("beyond", lambda self, k: torch.arange(k) + self.host.length - k + 1)
+Below = selector("below", lambda self, k: torch.arange(k) - 2)
+LeavesOneOut = selector("leaves-one-out", lambda self, k: torch.arange(min(k, self.host.length - 1)))
+Drawn = selector("drawn", lambda self, k: torch.randperm(self.host.length)[:k])
 
 
 class MadeUpScores(First):
@@ -74,13 +50,6 @@ class MadeUpScores(First):
     def choose(self, layer, queries, k):
         chosen = super().choose(layer, queries, k)
         return Selection(chosen.ids, torch.zeros(chosen.ids.shape))
-
-
-class Drawn(First):
-    name = "drawn"
-
-    def ids(self, k):
-        return torch.randperm(self.host.length)[:k]
 
 
 class Turns(First):
@@ -114,13 +83,6 @@ class ReadsTheDevice(First):
         return super().choose(layer, queries, k)
 
 
-class NeverResets(Turns):
-    name = "never-resets"
-
-    def reset(self):
-        pass
-
-
 class ForgetsFork(Turns):
     name = "forgets-fork"
 
@@ -130,11 +92,8 @@ class ForgetsFork(Turns):
         return forked
 
 
-class SharesFork(Turns):
-    name = "shares-fork"
-
-    def fork(self):
-        return self
+NeverResets = derived(Turns, "never-resets", reset=lambda self: None)
+SharesFork = derived(Turns, "shares-fork", fork=lambda self: self)
 
 
 class ChoosesTogether(First):
@@ -147,36 +106,19 @@ class ChoosesTogether(First):
         return Selection(((torch.arange(k) + last) % self.host.length).expand(*queries.rows.shape[:2], -1))
 
 
-class WrongIndex(FlatIndex):
-    def _search(self, queries, k):
-        hits = super()._search(queries, k)
-        return Hits(self.changed(hits.ids), hits.scores)
+def index(name, changed):
+    """A flat index that tells other ids than it found."""
 
-    def changed(self, ids):
-        return ids
+    def search(self, queries, k):
+        hits = FlatIndex._search(self, queries, k)
+        return Hits(changed(self, hits.ids), hits.scores)
 
-
-class IndexRepeats(WrongIndex):
-    name = "repeats"
-
-    def changed(self, ids):
-        return np.where(np.arange(ids.shape[1]) == 1, ids[:, :1], ids)
+    return derived(FlatIndex, name, _search=search)
 
 
-class IndexBeyond(WrongIndex):
-    name = "beyond"
-
-    def changed(self, ids):
-        return ids + 1
-
-
-class IndexNotAll(WrongIndex):
-    """The last key is never found."""
-
-    name = "not-all"
-
-    def changed(self, ids):
-        return np.where(ids == len(self) - 1, -1, ids)
+IndexRepeats = index("repeats", lambda _, ids: np.where(np.arange(ids.shape[1]) == 1, ids[:, :1], ids))
+IndexBeyond = index("beyond", lambda _, ids: ids + 1)
+IndexNotAll = index("not-all", lambda self, ids: np.where(ids == len(self) - 1, -1, ids))
 
 
 class IndexEstimates(FlatIndex):
@@ -240,32 +182,14 @@ class WrongMethod(Sparse):
         return self.ids(earlier.length, k).expand(self.shape.kv_heads, -1)
 
 
-class MethodRepeats(WrongMethod):
-    name = "repeats"
-
-    def ids(self, length, k):
-        return torch.zeros(k, dtype=torch.int64)
+def method(name, ids):
+    return derived(WrongMethod, name, ids=staticmethod(ids))
 
 
-class MethodBeyond(WrongMethod):
-    name = "beyond"
-
-    def ids(self, length, k):
-        return torch.arange(k) + length
-
-
-class MethodTooMany(WrongMethod):
-    name = "too-many"
-
-    def ids(self, length, k):
-        return torch.arange(min(k + 1, length))
-
-
-class MethodDrawn(WrongMethod):
-    name = "drawn"
-
-    def ids(self, length, k):
-        return torch.randperm(length)[:k]
+MethodRepeats = method("repeats", lambda length, k: torch.zeros(k, dtype=torch.int64))
+MethodBeyond = method("beyond", lambda length, k: torch.arange(k) + length)
+MethodTooMany = method("too-many", lambda length, k: torch.arange(min(k + 1, length)))
+MethodDrawn = method("drawn", lambda length, k: torch.randperm(length)[:k])
 
 
 class MethodRemembers(WrongMethod):

@@ -21,7 +21,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import limit_memory, own_memory
-from tests.fuzz.target import Case, Target
+from tests.fuzz.edits import Case, Target
 
 SECONDS, WAITING = 5, 60
 """Of the processor's time that a case may take, and of all time: the system ends the process after them."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from offload_decode.collections.collection import HEADER, Changing, Collection, Condition, Header, store_name
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal
 from offload_decode.collections.words import WORDS, Words, ranked, verify
-from tests.fuzz.edits import KINDS, Edit, apply, put_back, remove
-from tests.fuzz.target import Files
+from offload_decode.common.files import remove
+from tests.fuzz.edits import KINDS, Edit, Files, apply, put_back
 
 MADE = Header("demo", "0" * 64, "1" * 64, "2" * 64, "float32", "full", {"method": "dense", "chunk": 64})
 TEXTS = ["Ada keeps the minutes of the society. ", "Who was it? Nobody says. ", "Où? À Paris, en 1843. "]

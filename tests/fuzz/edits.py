@@ -1,71 +1,31 @@
-"""Changes that a stranger makes to files: numbers, names, lengths, kinds of file. Whoever applies them makes
-the checksums fit, as the stranger would.
+"""What is fuzzed: files that are whole, and changes that a stranger makes to them: numbers, names, lengths,
+kinds of file. Whoever applies them makes the checksums fit, as the stranger would.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from hypothesis import strategies as st
+
+from offload_decode.common.files import remove
 
 DEEP: Any = []
 for _ in range(40):
     DEEP = [DEEP]
 
-TEXTS = [
-    "",
-    "x",
-    "\x1b[31m",
-    "../../..",
-    "/dev/zero",
-    "a\0b",
-    "\ud800",
-    "x" * 5000,
-    "NaN",
-    "blosc",
-    "..",
-    ".",
-]
-NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    2.5,
-    255,
-    256,
-    10**9,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**62,
-    2**63,
-    2**64,
-    10**40,
-    1e308,
-    5e-324,
-]
-OTHERS = [
-    None,
-    True,
-    False,
-    [],
-    {},
-    [None],
-    ["keys"],
-    {"method": 3},
-    DEEP,
-    [10**9, 1, 1],
-    [0, 0, 0],
-    [-1, 1, 1],
-]
+TEXTS = ["", "x", "\x1b[31m", "../../..", "/dev/zero", "a\0b", "\ud800", "x" * 5000]
+TEXTS += ["NaN", "blosc", "..", "."]
+POWERS = [2**31 - 1, *(2**n for n in (31, 32, 62, 63, 64))]
+NUMBERS = [0, 1, -1, 2, 2.5, 255, 256, 10**9, *POWERS, 10**40, 1e308, 5e-324]
+LISTS = [[], [None], ["keys"], DEEP, [10**9, 1, 1], [0, 0, 0], [-1, 1, 1]]
+OTHERS = [None, True, False, {}, {"method": 3}, *LISTS]
 VALUES: list[Any] = [*TEXTS, *NUMBERS, *OTHERS]
 
 RAW = {
@@ -76,25 +36,8 @@ RAW = {
 }
 """What takes the place of a value as text, by name: the file need not be JSON any more."""
 
-WORDS = [
-    0,
-    1,
-    -1,
-    2,
-    15,
-    16,
-    255,
-    256,
-    2**15,
-    2**16,
-    2**31 - 1,
-    -(2**31),
-    2**32,
-    2**40,
-    2**62,
-    2**63 - 1,
-    -(2**63),
-]
+ENDS = [2**31 - 1, -(2**31), 2**63 - 1, -(2**63)]
+WORDS = [0, 1, -1, 2, 15, 16, 255, 256, 2**15, 2**16, 2**32, 2**40, 2**62, *ENDS]
 FLOATS = [float("nan"), float("inf"), -float("inf"), 1e38, -1.0, 0.0]
 KINDS = ["pipe", "link", "dangling", "folder", "missing", "sparse", "zero", "itself"]
 
@@ -129,30 +72,20 @@ def put_back(root: Path, files: dict[str, bytes], made: Sequence[Edit]) -> None:
         (root / name).write_bytes(files[name])
 
 
-def remove(path: Path) -> None:
-    """Whatever is at a path."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _edit(name: str, data: bytes) -> st.SearchStrategy[Edit]:
-    kinds = st.builds(Edit, st.just(name), st.just("kind"), st.tuples(st.sampled_from(KINDS)))
-    cuts = st.builds(Edit, st.just(name), st.just("length"), st.tuples(_length(len(data))))
-    words = st.builds(Edit, st.just(name), st.just("word"), st.tuples(*_word(len(data))))
-    document = _document(data)
-    if document is None:
+    def made(action: str, *given: st.SearchStrategy[Any]) -> st.SearchStrategy[Edit]:
+        return st.builds(Edit, st.just(name), st.just(action), st.tuples(*given))
+
+    kinds, cuts = made("kind", st.sampled_from(KINDS)), made("length", _length(len(data)))
+    words = made("word", *_word(len(data)))
+    try:
+        document = json.loads(data)
+    except ValueError:
         return _weighted({words: 8, cuts: 1, kinds: 1}) if data else kinds
-    places = len(list(_places(document)))
-    where = st.integers(0, places - 1)
-    values = st.builds(Edit, st.just(name), st.just("value"), st.tuples(where, st.sampled_from(VALUES)))
-    near = st.builds(
-        Edit, st.just(name), st.just("near"), st.tuples(where, st.sampled_from([-1, 1, 2, -2, 64, 1 << 16]))
-    )
-    drops = st.builds(Edit, st.just(name), st.just("drop"), st.tuples(where))
-    twice = st.builds(Edit, st.just(name), st.just("twice"), st.tuples(where, st.sampled_from(VALUES)))
-    raw = st.builds(Edit, st.just(name), st.just("raw"), st.tuples(where, st.sampled_from(sorted(RAW))))
+    where = st.integers(0, len(list(places(document))) - 1)
+    values, twice = (made(action, where, st.sampled_from(VALUES)) for action in ("value", "twice"))
+    near = made("near", where, st.sampled_from([-1, 1, 2, -2, 64, 1 << 16]))
+    drops, raw = made("drop", where), made("raw", where, st.sampled_from(sorted(RAW)))
     return _weighted({near: 4, values: 3, raw: 1, drops: 1, twice: 1, words: 1, cuts: 1, kinds: 1})
 
 
@@ -178,19 +111,12 @@ def _word(size: int) -> tuple[st.SearchStrategy[Any], ...]:
     return ends, st.sampled_from([1, 2, 4, 4, 8, 8]), st.one_of(numbers, numbers, st.sampled_from(FLOATS))
 
 
-def _document(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError:
-        return None
-
-
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where every value lies in a JSON document, those inside of others too."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, each in inner:
-        yield from _places(each, (*path, name))
+        yield from places(each, (*path, name))
 
 
 def plain(file: Path) -> bool:
@@ -206,7 +132,7 @@ def _at(file: Path, place: int) -> tuple[Any, tuple[Any, ...], Any]:
         document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None, (), None
-    path = list(_places(document))[place % sum(1 for _ in _places(document))]
+    path = list(places(document))[place % sum(1 for _ in places(document))]
     return document, path, _holder(document, path)
 
 
@@ -221,19 +147,19 @@ def _value(file: Path, place: int, to: Any) -> None:
     document, path, holder = _at(file, place)
     if path:
         holder[path[-1]] = to
-    _write(file, document if path else to)
+    _replace(file, json.dumps(document if path else to).encode())
 
 
 def _near(file: Path, place: int, by: int) -> None:
     """Another number not far from the one that is there, or from the next one."""
     document, path, _ = _at(file, place)
-    places = list(_places(document))
-    at = places.index(path)
-    for near in places[at:] + places[:at]:
+    every = list(places(document))
+    at = every.index(path)
+    for near in every[at:] + every[:at]:
         holder = _holder(document, near)
         if near and type(holder[near[-1]]) in (int, float):
             holder[near[-1]] = holder[near[-1]] * by if abs(by) == 2 else holder[near[-1]] + by
-            _write(file, document)
+            _replace(file, json.dumps(document).encode())
             return
 
 
@@ -241,7 +167,7 @@ def _drop(file: Path, place: int) -> None:
     document, path, holder = _at(file, place)
     if path:
         del holder[path[-1]]
-        _write(file, document)
+        _replace(file, json.dumps(document).encode())
 
 
 _MARK = "@here@"
@@ -295,12 +221,8 @@ def _set_kind(file: Path, kind: str) -> None:
         elsewhere = Path(gettempdir(), f"elsewhere-{os.getpid()}")
         elsewhere.write_bytes(data)
         file.symlink_to(elsewhere)
-    elif kind == "dangling":
-        file.symlink_to("/nowhere/at/all")
-    elif kind == "itself":
-        file.symlink_to(file)
-    elif kind == "zero":
-        file.symlink_to("/dev/zero")
+    elif to := {"dangling": "/nowhere/at/all", "itself": file, "zero": "/dev/zero"}.get(kind):
+        file.symlink_to(to)
     elif kind == "folder":
         file.mkdir()
     elif kind == "sparse":
@@ -308,22 +230,55 @@ def _set_kind(file: Path, kind: str) -> None:
         os.truncate(file, 1 << 40)
 
 
-def _write(file: Path, document: Any) -> None:
-    _replace(file, json.dumps(document).encode())
-
-
 def _replace(file: Path, data: bytes) -> None:
     remove(file)
     file.write_bytes(data)
 
 
-_ACTIONS: dict[str, Any] = {
-    "value": _value,
-    "near": _near,
-    "drop": _drop,
-    "twice": _twice,
-    "raw": _raw,
-    "word": _set_word,
-    "length": _set_length,
-    "kind": _set_kind,
-}
+_ACTIONS: dict[str, Any] = {"value": _value, "near": _near, "drop": _drop, "twice": _twice, "raw": _raw}
+_ACTIONS |= {"word": _set_word, "length": _set_length, "kind": _set_kind}
+
+
+Case = Any
+
+
+class Target(Protocol):
+    """Made with an empty folder."""
+
+    cases: st.SearchStrategy[Case]
+
+    def attempt(self, case: Case) -> None:
+        """Make the changes and read all; `OffloadDecodeError` is a refusal, another error a bug."""
+
+    def restore(self, case: Case) -> None:
+        """Undo the changes."""
+
+    def must_refuse(self, case: Case) -> bool:
+        """Whether whoever answers has not looked."""
+
+
+class Files:
+    """A target of files under `root`: those whose names `chosen` takes are edited."""
+
+    def __init__(self, root: Path, chosen: Sequence[str], often: Sequence[str] = ()) -> None:
+        self.root = root
+        self.files = {name: (root / name).read_bytes() for name in chosen}
+        self.cases = edits(self.files, often)
+
+    def attempt(self, case: Sequence[Edit]) -> None:
+        apply(self.root, case)
+        self.fit(case)
+        self.use()
+
+    def restore(self, case: Sequence[Edit]) -> None:
+        put_back(self.root, self.files, case)
+
+    def fit(self, case: Sequence[Edit]) -> None:
+        """Make the checksums fit what was edited."""
+
+    def use(self) -> None:
+        """Everything that reads the files."""
+
+    def must_refuse(self, case: Sequence[Edit]) -> bool:
+        """A file that is none is never read."""
+        return len(case) == 1 and case[0].action == "kind"

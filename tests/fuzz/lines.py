@@ -9,34 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload_decode.cli.questions import (
-    among,
-    append_answers,
-    assign,
-    check_out,
-    read_answered,
-    read_questions,
-)
+from offload_decode.cli import questions
 from offload_decode.cli.transcript import FORMAT, VERSION, _read
-from tests.fuzz.edits import Edit, apply, put_back, remove
-from tests.fuzz.target import Files
+from offload_decode.common.files import remove
+from tests.fuzz.edits import Edit, Files, apply, put_back
 
 SETTINGS = {"selector": "topk", "options": {}, "max_new_tokens": 5, "model": None, "weights": None}
-QUESTIONS = [
-    {"question": "Who?", "id": 1, "store": "a.kv"},
-    {"question": "Où?", "id": "x"},
-    {"question": "When?"},
-]
+OTHERS = [{"question": "Où?", "id": "x"}, {"question": "When?"}]
+QUESTIONS = [{"question": "Who?", "id": 1, "store": "a.kv"}, *OTHERS]
 ANSWERS = [
     {"id": 1, "store": "a.kv", "question": "Who?", "answer": "I", "tokens": 1, "finish": "stop", **SETTINGS}
 ]
-TALK = {
-    "format": FORMAT,
-    "version": VERSION,
-    "store": "d",
-    "model": "m",
-    "turns": [{"question": "Who?", "answer": "I", "tokens": [3]}],
-}
+TURN = {"question": "Who?", "answer": "I", "tokens": [3]}
+TALK = {"format": FORMAT, "version": VERSION, "store": "d", "model": "m", "turns": [TURN]}
 
 
 class Lines(Files):
@@ -69,12 +54,12 @@ class Lines(Files):
     def use(self) -> None:
         if self.name == "questions.jsonl":
             stores = ["folder/a.kv", "b.kv"]
-            asked = assign(read_questions(self.file), stores, among(stores))
+            asked = questions.assign(questions.read_questions(self.file), stores, questions.among(stores))
             lines = [{**q.extra, "id": q.id, "store": s, "question": q.text} for s in asked for q in asked[s]]
-            append_answers(self.root / "out", lines)
+            questions.append_answers(self.root / "out", lines)
         elif self.name == "answers.jsonl":
-            check_out(self.file)
-            read_answered(self.file, SETTINGS)
+            questions.check_out(self.file)
+            questions.read_answered(self.file, SETTINGS)
         else:
             _read(self.file)
 

@@ -11,8 +11,7 @@ from fastapi.testclient import TestClient
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.server.http.app import create_app
-from tests.fuzz.edits import Edit, plain
-from tests.fuzz.target import Files
+from tests.fuzz.edits import Edit, Files, plain
 from tests.server.fakes import FakeService
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -19,8 +19,7 @@ from offload_decode.testing.index_contract import (
     foreign_queries,
     near_queries,
 )
-from tests.fuzz.edits import Edit, plain
-from tests.fuzz.target import Files
+from tests.fuzz.edits import Edit, Files, plain
 
 KINDS = ["flat", "clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"]
 KEYS, MORE, K = 3000, 40, 8
@@ -40,11 +39,11 @@ class Saved(Files):
 
     def fit(self, case: Sequence[Edit]) -> None:
         metadata, native = self.root / "i.json", self.root / f"i{self.kind.suffix}"
-        if not plain(metadata) or _is_raw(case):
+        if not plain(metadata) or any(edit.action in ("raw", "twice") for edit in case):
             return
         try:
             body = json.loads(metadata.read_bytes())
-            if not _is_of(case, metadata.name) and plain(native):
+            if plain(native) and all(edit.name != metadata.name for edit in case):
                 data = native.read_bytes()
                 body["native"] |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             body.pop("sha256", None)
@@ -67,14 +66,6 @@ class Saved(Files):
         hits = longer.search(self.queries, K)
         assert_well_formed(hits, len(self.queries), K, KEYS + MORE)
         assert_truthful(hits, self.queries, self.keys)
-
-
-def _is_of(case: Sequence[Edit], name: str) -> bool:
-    return any(edit.name == name for edit in case)
-
-
-def _is_raw(case: Sequence[Edit]) -> bool:
-    return any(edit.action in ("raw", "twice") for edit in case)
 
 
 TARGETS: dict[str, Any] = {kind: partial(Saved, kind) for kind in KINDS}

@@ -14,8 +14,7 @@ import numpy as np
 
 from offload_decode.common.errors import StoreError, StoreIncomplete
 from offload_decode.store import KVStore, files, verify_store
-from tests.fuzz.edits import Edit, plain
-from tests.fuzz.target import Files
+from tests.fuzz.edits import Edit, Files, plain
 from tests.store.jobs import FULL, SLIDING, make_job
 
 LISTS = (files.SUMS, files.SEAL)
@@ -41,10 +40,8 @@ class Sealed(Files):
                 sums[name] = hashlib.sha256(file.read_bytes()).hexdigest()
         if not any(edit.name == files.SUMS for edit in case):
             (self.path / files.SUMS).write_bytes(files.render(sums))
-        if not any(edit.name == files.SEAL for edit in case):
-            list_ = self.path / files.SUMS
-            if plain(list_):
-                (self.path / files.SEAL).write_bytes(files.seal_of(list_.read_bytes()))
+        if plain(self.path / files.SUMS) and not any(edit.name == files.SEAL for edit in case):
+            (self.path / files.SEAL).write_bytes(files.seal_of((self.path / files.SUMS).read_bytes()))
 
     def restore(self, case: Sequence[Edit]) -> None:
         super().restore(case)

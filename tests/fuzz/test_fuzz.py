@@ -12,18 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TARGETS = [
-    "stores.metadata",
-    "stores.chunks",
-    "stores.staged",
-    "saved.flat",
-    "saved.clusters",
-    "saved.faiss-ivf",
-    "saved.faiss-hnsw",
-    "saved.hnswlib",
+    *(f"stores.{name}" for name in ("metadata", "chunks", "staged")),
+    *(f"saved.{kind}" for kind in ("flat", "clusters", "faiss-ivf", "faiss-hnsw", "hnswlib")),
     "engines.clusters",
-    "lines.questions",
-    "lines.answers",
-    "lines.conversation",
+    *(f"lines.{name}" for name in ("questions", "answers", "conversation")),
     "requests.bodies",
     "collected.files",
 ]

@@ -54,16 +54,9 @@ def by_mask(store, query, chosen, softcap=None):
     key, value = (stacked(read)[None] for read in (store.keys, store.values))
     seen = torch.zeros(HKV, query.shape[1], N + 1, dtype=torch.bool)
     seen.scatter_(2, torch.where(chosen < 0, N, chosen), True)
+    own = [slice(h, h + 1) for h in range(HKV)]
     states = [
-        attend(
-            query[None, h : h + 1],
-            key[:, h : h + 1],
-            value[:, h : h + 1],
-            0.4,
-            seen[h, None, None, :, :N][0],
-            softcap,
-        )
-        for h in range(HKV)
+        attend(query[None, h], key[:, h], value[:, h], 0.4, seen[h, None, :, :N][0], softcap) for h in own
     ]
     return torch.cat([s.out[0] for s in states]), torch.cat([s.lse[0] for s in states])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from offload_decode.store.format import Manifest, stored_types, token_hash
+from offload_decode.store.staging import partial_path
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document, LayerKind, LayerShape, ModelShape
 
@@ -99,6 +101,24 @@ def make_job(
     )
     queries = rng.standard_normal((len(layers), 4, n_tokens, 64)).astype(manifest.numpy_dtype)
     return Job(manifest, tokens, documents, keys, values, queries)
+
+
+@contextmanager
+def flipped(file: Path, bit: int) -> Iterator[None]:
+    """Inside, one bit of the file is another."""
+    data = file.read_bytes()
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(changed)
+    yield
+    file.write_bytes(data)
+
+
+def begun(job: Job, path: Path, tokens: int = 333) -> Path:
+    """The staging folder of a store that was written up to so many tokens."""
+    with job.open(path) as writer:
+        job.feed(writer, until=tokens)
+    return partial_path(path)
 
 
 def tree(root: Path) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,7 +19,7 @@ import typer
 
 from offload_decode.cli.verify import verify
 from offload_decode.prefill_jobs.indexing import build_indexes
-from tests.store.jobs import FULL, SLIDING, make_job
+from tests.store.jobs import FULL, SLIDING, flipped, make_job
 
 FLIPS = 1_000
 KINDS = ("clusters", "flat", "faiss-ivf", "faiss-hnsw")
@@ -101,22 +101,13 @@ def test_a_thousand_bit_flips(folder: Path) -> None:
     flips = [(file, rng.randrange(8 * file.stat().st_size)) for file in chosen]
     unseen = []
     for group in together(flips, folder):
-        for each in group:
-            flip(*each)
-        problems = verified(folder)
+        with ExitStack() as harmed:
+            for each in group:
+                harmed.enter_context(flipped(*each))
+            problems = verified(folder)
         unseen += [each for each in group if not is_named(each[0], folder, problems)]
-        for each in group:
-            flip(*each)
     assert not unseen
     assert verified(folder) == []
-
-
-def flip(file: Path, bit: int) -> None:
-    with open(file, "r+b") as opened:
-        opened.seek(bit // 8)
-        byte = opened.read(1)[0]
-        opened.seek(bit // 8)
-        opened.write(bytes([byte ^ 1 << bit % 8]))
 
 
 @pytest.mark.parametrize("where", ["a store without its checksums", "a store", "indexes"])
@@ -128,9 +119,10 @@ def test_a_thousand_bit_flips_at_once(folder: Path, where: str) -> None:
         files = [file for file in files if not file.name.startswith("SHA256SUMS")]
     flips = {(file, rng.randrange(8 * file.stat().st_size)) for file in rng.choices(files, k=FLIPS)}
     assert len({file for file, _ in flips}) == len(files)
-    for file, bit in flips:
-        flip(file, bit)
-    told = " ".join(verified(folder))
+    with ExitStack() as harmed:
+        for each in flips:
+            harmed.enter_context(flipped(*each))
+        told = " ".join(verified(folder))
     if where == "indexes":  # of an index whose metadata has changed the other file is not looked at
         files = [file.with_suffix("") for file in files]
     assert not [file for file in files if not any(name in told for name in names(file, folder))]

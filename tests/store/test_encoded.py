@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +17,11 @@ from hypothesis.extra import numpy as arrays
 from offload_decode.common.errors import ConfigError, StoreDamaged, StoreError, StoreMismatch
 from offload_decode.common.rows import encodings
 from offload_decode.store import KVStore, layout, verify_store
-from offload_decode.store import layout as metadata
 from offload_decode.store.format import stored_types
 from offload_decode.store.pages import rounded_outward
 from offload_decode.types import LayerKind, LayerShape, ModelShape
-from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
-from tests.store.test_resume import Killed, kill_at, run
+from tests.store.jobs import FULL, SLIDING, Job, begun, flipped, make_job, tree
+from tests.store.test_resume import ends_alike, resumed_from_kills
 
 KVS = {"int8": (encodings.INT8, encodings.INT8), "int4-values": (encodings.INT8, encodings.INT4)}
 DTYPES = ["float16", "bfloat16", "float32"]
@@ -69,7 +67,6 @@ def test_every_row_is_encoded_by_itself(kv: str, dtype: str, tmp_path: Path) -> 
 
 def test_several_chunk_files_hold_whole_rows(kv: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(layout, "ALIGNMENT", 4096)
-    monkeypatch.setattr(metadata, "ALIGNMENT", 4096)
     job = make_job(1300, kv=kv)
     path = job.write(tmp_path / "store", [1000, 100])
     assert len(list((path / "layers/000/keys").glob("c.0.*"))) > 1
@@ -104,36 +101,18 @@ def test_bytes_do_not_depend_on_how_tokens_were_grouped(job: Job, tmp_path: Path
 
 
 def test_resume_from_kill_points_is_bit_identical(job: Job, tmp_path: Path) -> None:
-    unbroken = tree(job.write(tmp_path / "unbroken"))
-    with pytest.MonkeyPatch.context() as patch:
-        steps = kill_at(patch, 0)
-        run(job, tmp_path / "counted")
-    last = steps() - 12  # every step of publishing, and of the rest each seventh
-    for step in (*range(1, last, 7), *range(last, steps() + 1)):
-        path = tmp_path / str(step)
-        with pytest.MonkeyPatch.context() as patch:
-            kill_at(patch, step)
-            with pytest.raises(Killed):
-                run(job, path)
-        if not path.exists():
-            run(job, path)
-        KVStore.open(path).verify()
-        assert tree(path) == unbroken, f"killed at step {step}"
-        shutil.rmtree(path)
+    resumed_from_kills(job, tmp_path, lambda last: (*range(1, last - 12, 7), *range(last - 12, last + 1)))
 
 
 def test_another_encoding_is_another_prefill(job: Job, kv: str, tmp_path: Path) -> None:
-    with job.open(tmp_path / "store") as writer:
-        job.feed(writer, until=300)
+    begun(job, tmp_path / "store", 300)
     for other in ("auto", *(KVS.keys() - {kv})):
         with pytest.raises(StoreMismatch, match="another kv"):
             make_job(700, layers=(FULL, SLIDING), kv=other).open(tmp_path / "store")
 
 
 def test_errors_that_changed_while_they_waited_are_found(job: Job, tmp_path: Path) -> None:
-    with job.open(tmp_path / "store") as writer:
-        job.feed(writer, until=300)
-    file = tmp_path / "store.partial/progress.json"
+    file = begun(job, tmp_path / "store", 300) / "progress.json"
     progress = json.loads(file.read_bytes())
     progress["errors"]["layers/000/keys"][2] *= 2
     file.write_text(json.dumps(progress))
@@ -146,13 +125,9 @@ def test_every_bit_of_a_compressed_store_counts(job: Job, tmp_path: Path) -> Non
     verify_store(store)
     rng = random.Random(0)
     for name in rng.choices(sorted(tree(store)), k=60):
-        data = (store / name).read_bytes()
-        changed, bit = bytearray(data), rng.randrange(8 * len(data))
-        changed[bit // 8] ^= 1 << bit % 8
-        (store / name).write_bytes(changed)
-        with pytest.raises(StoreDamaged):
+        bit = rng.randrange(8 * (store / name).stat().st_size)
+        with flipped(store / name, bit), pytest.raises(StoreDamaged):
             verify_store(store)
-        (store / name).write_bytes(data)
     verify_store(store)
 
 
@@ -168,8 +143,7 @@ def test_values_that_are_not_finite_are_refused_and_what_was_committed_stays(
         pytest.raises(StoreError, match=f"{kind} of layer 0 hold NaN or infinite"),
     ):
         replace(job, **{kind: broken}).feed(writer)
-    run(job, tmp_path / "store")
-    assert tree(tmp_path / "store") == tree(job.write(tmp_path / "unbroken"))
+    ends_alike(job, tmp_path)
 
 
 def test_kinds_that_cannot_be() -> None:

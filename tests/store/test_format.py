@@ -72,6 +72,7 @@ def test_unknown_and_missing_fields_are_named() -> None:
         ("rope", []),
         ("template", "xml"),
         ("model_id", 5),
+        *(("seam", value) for value in (-1, 41, 1.5, True, "3", None)),
     ],
 )
 def test_values_that_make_no_sense_are_refused(field: str, value: object) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import sys
 from pathlib import Path
@@ -72,10 +71,6 @@ def test_a_missing_file_is_named(files: list[Path]) -> None:
     files[1].unlink()
     with pytest.raises(StoreDamaged, match="1 is missing"):
         map_files(files, SIZE)
-
-
-def test_pages_of_the_machine_fit_the_alignment() -> None:
-    assert SIZE % mmap.PAGESIZE == 0
 
 
 def test_other_systems_get_a_sentence(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

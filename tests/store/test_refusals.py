@@ -15,7 +15,7 @@ from offload_decode.common.errors import (
     StoreNotFound,
 )
 from offload_decode.store import FORMAT_VERSION, KVStore, files, verify_store
-from tests.store.jobs import Job
+from tests.store.jobs import Job, flipped, tree
 
 OPENERS = [KVStore.open, verify_store]
 
@@ -187,3 +187,46 @@ def test_a_file_truncated_after_opening_is_refused_when_it_is_mapped(store: Path
     with pytest.raises(StoreDamaged, match="100 bytes"):
         opened.keys(0, 0)
     assert opened.keys(0, 1).shape == (1300, 64)
+
+
+def test_every_bit_of_the_small_files(store: Path) -> None:
+    for name in ("SHA256SUMS.sha256", "zarr.json"):
+        size = (store / name).stat().st_size
+        for bit in range(0, 8 * size, 7):  # of every byte one at least, and of each place in a byte
+            with flipped(store / name, bit), pytest.raises(StoreError):
+                KVStore.open(store)
+    KVStore.open(store)
+
+
+def test_every_damaged_file_is_named(store: Path) -> None:
+    keys, values, tokens = "layers/000/keys/c.1.0.0", "layers/000/values/c.0.0.0", "tokens/c.0"
+    data = bytearray((store / keys).read_bytes())
+    data[-1] ^= 128  # the padding counts too
+    (store / keys).write_bytes(data)
+    size = (store / values).stat().st_size
+    (store / values).write_bytes(b"short")
+    (store / tokens).unlink()
+    (store / "notes.txt").write_text("mine")
+    (store / "layers/000/empty").mkdir()
+    (store / "layers/000/link").symlink_to(store)
+    with pytest.raises(StoreDamaged) as caught:
+        verify_store(store)
+    for part in (
+        f"{keys} (changed)",
+        f"{values} (5 bytes instead of {size:,})",
+        f"{tokens} (missing)",
+        "notes.txt (not of this store)",
+        "layers/000/empty (not of this store)",
+        "layers/000/link (not of this store)",
+    ):
+        assert part in str(caught.value)
+    assert str(caught.value).count("(") == 6
+
+
+def test_progress_ends_with_every_byte(store: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    KVStore.open(store).verify(lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    sizes = {name: len(data) for name, data in tree(store).items()}
+    expected = sum(size for name, size in sizes.items() if not name.startswith("SHA256SUMS"))
+    assert seen[-1] == (expected, expected)

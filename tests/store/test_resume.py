@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from offload_decode.common.errors import (
     StoreBusy,
     StoreDamaged,
     StoreError,
-    StoreExists,
     StoreForeign,
     StoreIncomplete,
     StoreMismatch,
 )
 from offload_decode.store import KVStore
-from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
+from tests.store.jobs import FULL, SLIDING, Job, begun, make_job, tree
 
 
 @pytest.fixture
@@ -78,18 +77,20 @@ def run(job: Job, path: Path) -> None:
         writer.publish()
 
 
-# Each fourth is killed before, in the middle and after by turns; arrays that are begun and chunks that are
-# committed one after another leave the same again. What is left of a store that is published is its own.
-@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_resume_from_any_kill_point_is_bit_identical(job: Job, tmp_path: Path, each: int) -> None:
-    unbroken = tree(job.write(tmp_path / "unbroken"))
+def ends_alike(job: Job, folder: Path) -> None:
+    """The prefill of `folder / "store"` goes on, and ends in the bytes of one that was not interrupted."""
+    run(job, folder / "store")
+    assert tree(folder / "store") == tree(job.write(folder / "unbroken"))
+
+
+def resumed_from_kills(job: Job, folder: Path, steps: Callable[[int], Iterable[int]]) -> None:
+    """Killed at these of its steps, whose number is told, a prefill that goes on ends in the same bytes."""
+    unbroken = tree(job.write(folder / "unbroken"))
     with pytest.MonkeyPatch.context() as patch:
-        steps = kill_at(patch, 0)
-        run(job, tmp_path / "counted")
-    assert steps() > 100
-    published = steps() - 8
-    for step in (*range(1, published, each), *range(published, steps() + 1)):
-        path = tmp_path / str(step)
+        counted = kill_at(patch, 0)
+        run(job, folder / "counted")
+    for step in steps(counted()):
+        path = folder / str(step)
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, step)
             with pytest.raises(Killed):
@@ -101,6 +102,17 @@ def test_resume_from_any_kill_point_is_bit_identical(job: Job, tmp_path: Path, e
         KVStore.open(path).verify()
         assert tree(path) == unbroken, f"killed at step {step}"
         shutil.rmtree(path)
+
+
+# Each fourth is killed before, in the middle and after by turns; arrays that are begun and chunks that are
+# committed one after another leave the same again. What is left of a store that is published is its own.
+@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_resume_from_any_kill_point_is_bit_identical(job: Job, tmp_path: Path, each: int) -> None:
+    def steps(last: int) -> Iterable[int]:
+        assert last > 100
+        return (*range(1, last - 8, each), *range(last - 8, last + 1))
+
+    resumed_from_kills(job, tmp_path, steps)
 
 
 def test_resume_survives_being_killed_again_and_again(job: Job, tmp_path: Path) -> None:
@@ -142,8 +154,7 @@ def test_killed_while_the_folder_was_made(job: Job, tmp_path: Path) -> None:
     for name in ("layers/000/keys/c.0.0.0", "layers/001/zarr.json"):
         (partial / "store" / name).unlink()
     (partial / "store/zarr.json.1234.partial").write_text("{")
-    run(job, tmp_path / "store")
-    assert tree(tmp_path / "store") == tree(job.write(tmp_path / "unbroken"))
+    ends_alike(job, tmp_path)
 
 
 SLOW_WRITER = """
@@ -183,22 +194,6 @@ def test_a_real_kill_9(job: Job, tmp_path: Path, after: float) -> None:
         job.feed(writer)
         writer.publish()
     assert tree(path) == tree(job.write(tmp_path / "unbroken"))
-
-
-def test_two_writers(job: Job, tmp_path: Path) -> None:
-    with job.open(tmp_path / "store") as writer:
-        with pytest.raises(StoreBusy, match="Another process"):
-            job.open(tmp_path / "store")
-        job.feed(writer)
-        writer.publish()
-    with pytest.raises(StoreExists):
-        job.open(tmp_path / "store")
-
-
-def begun(job: Job, path: Path, tokens: int = 333) -> Path:
-    with job.open(path) as writer:
-        job.feed(writer, until=tokens)
-    return path.with_name(path.name + ".partial")
 
 
 def test_another_job_is_refused_and_harms_nothing(job: Job, tmp_path: Path) -> None:
@@ -262,8 +257,7 @@ def test_bytes_beyond_the_last_commit_do_not_matter(job: Job, tmp_path: Path) ->
         file.seek(334 * 128)
         file.write(os.urandom(1000))
     (partial / "windows/001-333-400").write_bytes(b"half")
-    run(job, tmp_path / "store")
-    assert tree(tmp_path / "store") == tree(job.write(tmp_path / "unbroken"))
+    ends_alike(job, tmp_path)
 
 
 def test_a_folder_of_somebody_else_is_left_alone(job: Job, tmp_path: Path) -> None:
@@ -305,8 +299,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_is_committed(job: Job, tmp_pat
             full_disk(patch, after)
             with pytest.raises(StoreError, match=r"No space left.*first 333 tokens: free some space"):
                 job.feed(writer)
-    run(job, tmp_path / "store")
-    assert tree(tmp_path / "store") == tree(job.write(tmp_path / "unbroken"))
+    ends_alike(job, tmp_path)
 
 
 def test_an_append_that_failed_can_be_tried_again(job: Job, tmp_path: Path) -> None:

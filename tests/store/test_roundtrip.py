@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offload_decode.common.errors import StoreExists, StoreIncomplete, StoreMismatch
 from offload_decode.store import KVStore, sample_plan
+from offload_decode.store.layout import ArraySpec, array_name
 from offload_decode.types import Document
 from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
 
@@ -210,3 +211,26 @@ def test_zarr_lists_the_arrays(store: Path) -> None:
         members = dict(zarr.open_group(str(store), mode="r").members(max_depth=None))
     assert {"tokens", "documents/names", "layers/000/keys", "layers/001/window_keys"} <= members.keys()
     assert members["layers/000/keys"].shape == (2, 1300, 64)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_further_chunks_build_no_names(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    head_files = ArraySpec.head_files
+
+    def counted(spec: ArraySpec, head: int) -> list[str]:
+        built.append(spec.name)
+        return head_files(spec, head)
+
+    monkeypatch.setattr(ArraySpec, "head_files", counted)
+    array_name.cache_clear()
+    job = make_job(1300, kv=kv)
+    with job.open(tmp_path / "store") as writer:
+        job.feed(writer, [100], until=100)
+        assert len(built) == 2 * 2 * 6, "two layers with two heads, of six arrays each"
+        misses = array_name.cache_info().misses
+        assert misses >= 2 * 6
+        job.feed(writer, until=1300)
+        assert len(built) == 2 * 2 * 6
+        assert array_name.cache_info().misses == misses
+        writer.publish()

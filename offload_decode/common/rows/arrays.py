@@ -24,9 +24,7 @@ _BLOCK_BYTES = 32 << 20
 
 
 def check_keys(keys: Keys) -> Keys:
-    """`keys` itself when it is a C-contiguous array `[N, D]` of a known dtype, or `[N]` of encoded rows; its
-    values are not read.
-    """
+    """`keys` if they are C-contiguous, `[N, D]` of a known dtype or `[N]` encoded; values are not read."""
     encoded = isinstance(keys, np.ndarray) and encodings.encoding_of(keys) is not None
     if not isinstance(keys, np.ndarray) or keys.ndim != (1 if encoded else 2):
         raise InvalidIndexInput("Keys must be a numpy array of shape [N, D], or [N] of encoded rows.")
@@ -86,10 +84,8 @@ def float32_blocks(keys: Keys) -> Iterator[tuple[int, Float32]]:
 def drawn(
     keys: Keys, count: int, rng: np.random.Generator, ids: npt.NDArray[np.int32] | None = None
 ) -> Float32:
-    """`count` of the keys, or of those that `ids` name, or all if there are fewer, in their order, as float32
-    and checked to be finite.
-
-    At random and not strided: rotary keys repeat with the position's period.
+    """Up to `count` of the keys, or of those that `ids` name, in order, as finite float32: at random and not
+    strided, as rotary keys repeat with the position's period.
     """
     among = len(keys) if ids is None else len(ids)
     rows = rng.choice(among, min(among, count), replace=False)

@@ -1,6 +1,4 @@
-"""Building blocks of the compiled loops: the processor's instructions, floats from their bits, an
-exponential, arrays by address.
-"""
+"""Building blocks of compiled loops: the processor's instructions, floats from bits, an exponential."""
 
 from __future__ import annotations
 

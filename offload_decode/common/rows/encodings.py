@@ -85,21 +85,25 @@ def encode(rows: Rows, encoding: str) -> Rows:
     scale = np.where(beyond, np.nextafter(scale, np.float32(0)), scale)
     whole = np.zeros_like(wide)
     np.divide(wide, scale[..., None], out=whole, where=scale[..., None] > 0)
-    codes = np.clip(np.rint(whole), -steps, steps).astype(np.int8)
+    codes: npt.NDArray[Any] = np.clip(np.rint(whole), -steps, steps).astype(np.int8)
     records = np.empty(wide.shape[:-1], row_dtype(encoding, wide.shape[-1]))
     records["scale"] = scale
-    records["codes"] = codes if encoding == INT8 else _paired(codes)
+    if encoding == INT4:
+        halves = (codes + np.int8(_OFFSET)).view(np.uint8)
+        codes = halves[..., 0::2] | (halves[..., 1::2] << np.uint8(4))
+    records["codes"] = codes
     return records
 
 
 def decode(rows: Rows) -> Float32:
-    """Rows as float32 `[..., D]`: what the scale and the codes of encoded rows stand for, or plain rows
-    widened.
-    """
+    """Rows as float32 `[..., D]`: what scale and codes of encoded rows stand for, or plain rows widened."""
     encoding = encoding_of(rows)
     if encoding is None:
         return np.asarray(rows, dtype=np.float32)
-    codes = rows["codes"] if encoding == INT8 else _unpaired(rows["codes"])
+    codes = rows["codes"]
+    if encoding == INT4:
+        halves = np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1).view(np.int8)
+        codes = halves.reshape(*codes.shape[:-1], 2 * codes.shape[-1]) - np.int8(_OFFSET)
     wide: Float32 = codes.astype(np.float32) * rows["scale"][..., None]
     return wide
 
@@ -114,13 +118,3 @@ def as_records(raw: npt.NDArray[np.uint8], encoding: str) -> Rows:
 def as_raw(records: Rows) -> npt.NDArray[np.uint8]:
     """Records `[..., N]` as their bytes `[..., N, width]`, without a copy where they are contiguous."""
     return np.ascontiguousarray(records)[..., None].view(np.uint8)
-
-
-def _paired(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    shifted = (codes + np.int8(_OFFSET)).view(np.uint8)
-    return shifted[..., 0::2] | (shifted[..., 1::2] << np.uint8(4))
-
-
-def _unpaired(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
-    halves = np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
-    return halves.reshape(*codes.shape[:-1], 2 * codes.shape[-1]).view(np.int8) - np.int8(_OFFSET)

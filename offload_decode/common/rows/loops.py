@@ -1,7 +1,4 @@
-"""Compiled loops over one stored row, read where it lies: inner product, weighted sum, prefetch.
-
-A row is given by `scan.bits` and `scan.layout`. Callers check the row numbers: nothing here does.
-"""
+"""Compiled loops over one stored row, given by `scan.bits` and `scan.layout`: callers check its number."""
 
 from __future__ import annotations
 

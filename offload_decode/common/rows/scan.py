@@ -39,9 +39,7 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 @njit(nogil=True, cache=True)
 def padded(queries: Any) -> Any:
-    """`queries [R, D]` float32 with zeros behind, as `products` takes them: R a multiple of QUERIES, D of
-    LANES.
-    """
+    """`queries [R, D]` float32 with zeros behind, for `products`: R a multiple of QUERIES, D of LANES."""
     count, dim = queries.shape
     rows, width = -(-count // QUERIES) * QUERIES, -(-dim // LANES) * LANES
     if (rows, width) == (count, dim):
@@ -118,9 +116,7 @@ products: Any = intrinsic(_products)
 
 @njit(nogil=True, cache=True, forceinline=True)
 def put(sums: Any, scores: Any, query: int, row: int, rows: int) -> None:
-    """What `products` wrote, to `scores [G, N]` from the query and the row on: of so many rows, and of the
-    queries that there are.
-    """
+    """What `products` wrote of so many `rows` and the queries there are, to `scores [G, N]` from there on."""
     if rows == ROWS and query + QUERIES <= len(scores):  # of known numbers: there are no loops left
         for q in range(QUERIES):
             for r in range(ROWS):

@@ -16,9 +16,7 @@ _PLACES = 3  # digits of a score
 
 @njit(nogil=True, cache=True)
 def keep_largest(best: Any, places: Any, fill: int, wanted: int) -> Any:
-    """Keeps the `wanted` largest of more: exactly so many, by the first 22 bits of their order. Returns how
-    many.
-    """
+    """Keeps exactly the `wanted` largest of more, by the first 22 bits of their order; how many."""
     edge, room = np.uint32(0), wanted
     held = np.empty(1 << _DIGIT, np.int64)
     for turn in range(2):
@@ -45,9 +43,7 @@ def keep_largest(best: Any, places: Any, fill: int, wanted: int) -> Any:
 
 @njit(nogil=True, cache=True)
 def sort(best: Any, places: Any, found: Any, scores: Any) -> None:
-    """The best of all candidates in order: of equal scores the lower id comes first. By digits of the scores,
-    from the last, because comparisons of scores would be guessed wrong.
-    """
+    """The best of all candidates in order, of equal scores the lower id first: by digits, from the last."""
     count = len(best)
     turns = np.empty((2, count), np.uint64)
     starts = np.zeros((_PLACES, _MASK + 2), np.int32)
