@@ -8,15 +8,13 @@ from copy import deepcopy
 from typing import Any
 
 from offload_decode.hf.compat import generate_name
-from tests.families import dense, experts, latent, learned, recurrent
+from tests.families import dense, experts, recurrent
 from tests.families.common import VOCAB, Family
 
 __all__ = ["FAMILIES", "KINDS", "LISTED", "PLAIN", "REFUSED", "SERVED", "VOCAB", "config_of", "model_class"]
 
 LISTED: dict[str, Family] = {
-    name: family
-    for module in (dense, experts, latent, recurrent, learned)
-    for name, family in module.FAMILIES.items()
+    name: family for module in (dense, experts, recurrent) for name, family in module.FAMILIES.items()
 }
 
 
