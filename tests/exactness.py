@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,12 +13,11 @@ from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import generate_name, with_cache
 from offload_decode.hf.shape import claimed_shape
 from offload_decode.models import loading
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
-from offload_decode.types import Document
 from tests.families import VOCAB
-from tests.tiny import tiny_model
+from tests.tiny import eager, tiny_model, token_store
 
 PREFIX, NEW = 45, 6
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 # Neither the prefix nor a window is a multiple of it.
 CHUNK = 16
 
@@ -29,19 +27,12 @@ class Case:
 
     def __init__(self, family: str, folder: Path, prefix: int = PREFIX):
         self.prefix = prefix
-        self.plain = tiny_model(family)
-        self.plain.set_attn_implementation("eager")  # older releases' default leaves Gemma 2's soft cap out
+        self.plain = eager(tiny_model(family))  # older releases' default leaves Gemma 2's soft cap out
         with patch.object(loading, "shape_of", claimed_shape):  # this suite judges for itself
             served = loading.wrap(tiny_model(family))
         self.ids = torch.randint(3, VOCAB, (1, prefix + 40), generator=torch.Generator().manual_seed(1))
-        prefill_tokens(
-            served,
-            self.ids[0, :prefix].numpy().astype(np.int32),
-            [Document("all", 0, prefix)],
-            folder / "store",
-            Settings(options={"chunk": CHUNK}),
-        )
-        self.engine = Engine.open(folder / "store", served, options={"budget": str(prefix)})
+        store = token_store(folder / "store", served, self.ids[0, :prefix], CHUNK)
+        self.engine = Engine.open(store, served, options={"budget": str(prefix)})
 
     def question(self, start: int, tokens: int) -> Tensor:
         """Ids `[1, T]` of a text after the prefix."""
@@ -59,9 +50,7 @@ class Case:
 
     def plain_answer(self, ids: Tensor) -> list[int]:
         """transformers' own greedy answer."""
-        out = self.plain.generate(
-            ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids)
-        )
+        out = self.plain.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
         return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
     def logits(self, asked: Tensor) -> Tensor:
@@ -72,14 +61,7 @@ class Case:
 
     def answer(self, asked: Tensor) -> list[int]:
         """The greedy answer through `generate`, of the new ids and a mask that covers the stored ones."""
-        out = self.engine.loaded.model.generate(
-            asked,
-            attention_mask=torch.ones(1, self.prefix + asked.shape[1], dtype=torch.bool),
-            **{generate_name(): self.engine.new_cache()},
-            max_new_tokens=NEW,
-            do_sample=False,
-        )
-        return out[0, asked.shape[1] :].tolist()  # type: ignore[no-any-return]
+        return self._generated(asked, torch.ones(1, self.prefix + asked.shape[1], dtype=torch.bool))[0]
 
     def beams(self, asked: Tensor) -> list[int]:
         """The best of three beams, through `generate` with all ids."""
@@ -92,7 +74,7 @@ class Case:
         return self._best(self.plain, ids, attention_mask=torch.ones_like(ids), use_cache=followed)
 
     def _best(self, model: Any, ids: Tensor, **given: Any) -> list[int]:
-        out = model.generate(ids, max_new_tokens=NEW, do_sample=False, num_beams=3, **given)
+        out = model.generate(ids, num_beams=3, **GREEDY, **given)
         return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
     def ragged_answers(self, rows: list[Tensor]) -> list[list[int]]:
@@ -102,11 +84,9 @@ class Case:
         mask = torch.ones(len(rows), self.prefix + most, dtype=torch.bool)
         for place, row in enumerate(rows):
             mask[place, self.prefix : self.prefix + most - row.shape[1]] = False
-        out = self.engine.loaded.model.generate(
-            torch.cat(padded),
-            attention_mask=mask,
-            **{generate_name(): self.engine.new_cache()},
-            max_new_tokens=NEW,
-            do_sample=False,
-        )
-        return out[:, most:].tolist()  # type: ignore[no-any-return]
+        return self._generated(torch.cat(padded), mask)
+
+    def _generated(self, ids: Tensor, mask: Tensor) -> list[list[int]]:
+        cache = {generate_name(): self.engine.new_cache()}
+        out = self.engine.loaded.model.generate(ids, attention_mask=mask, **cache, **GREEDY)
+        return out[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]

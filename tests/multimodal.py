@@ -8,41 +8,24 @@ from typing import Any
 import torch
 
 VOCAB = 259  # of tests.tiny.tiny_tokenizer
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
+_TEXT: dict[str, Any] = (
+    {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2}
+)
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+} | {"image_size": 28, "patch_size": 14}
 _BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
 _AUDIO = {"num_mel_bins": 8, "max_source_positions": 20}
 
 
 def _rope(*sections: int, **more: Any) -> dict[str, Any]:
-    return {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": list(sections),
-            **more,
-        }
-    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(sections), **more}
+    return {"rope_parameters": rope}
 
 
 def _of(text: str, own: dict[str, Any] | None = None, **parts: Any) -> dict[str, Any]:

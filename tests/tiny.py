@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from offload_decode.testing.tiny import with_random_weights
 from tests.families import config_of, model_class
 
@@ -45,10 +47,44 @@ def text_model(seed: int = 0, family: str = "llama", **changes: Any) -> Any:
     return tiny_model(family, seed, vocab_size=259, **changes)
 
 
+def eager(model: Any) -> Any:
+    """The same model, attending as transformers alone does."""
+    model.set_attn_implementation("eager")
+    return model
+
+
+def saved(model: Any, folder: Path, **settings: Any) -> Path:
+    """A checkpoint of a model with `tiny_tokenizer`."""
+    model.save_pretrained(folder, **settings)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def saved_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
     """A checkpoint of `text_model` with its tokenizer."""
-    text_model(seed, family).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    return saved(text_model(seed, family), folder)
+
+
+def served_model(family: str = "llama", device: str = "cpu", **changes: Any) -> Any:
+    """`text_model` with its tokenizer, as an engine takes them."""
+    from offload_decode.models.loading import wrap
+
+    return wrap(text_model(family=family, **changes).to(device), tiny_tokenizer())
+
+
+def random_ids(count: int, seed: int = 0) -> Any:
+    """Ids `[count]` of the tokenizer's letters, int32."""
+    return np.random.default_rng(seed).integers(3, 250, count).astype(np.int32)
+
+
+def token_store(folder: Path, loaded: Any, ids: Any, chunk: int | None = None, **settings: Any) -> Path:
+    """`folder`, a store of ids that are one document's."""
+    from offload_decode.prefill_jobs.job import Settings, prefill_tokens
+    from offload_decode.types import Document
+
+    options = {"chunk": chunk, "budget": settings.pop("budget", None)}
+    how = Settings(options={name: own for name, own in options.items() if own is not None}, **settings)
+    prefill_tokens(loaded, np.array(ids, np.int32), [Document("all", 0, len(ids))], folder, how)
     return folder
 
 

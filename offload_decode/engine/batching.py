@@ -28,9 +28,7 @@ LOGITS = 1 << 24
 
 
 class Turn(NamedTuple):
-    """What a conversation runs next. every: the logits after every one of `tokens` are wanted, not only after
-    the last.
-    """
+    """What a conversation runs next; `every`: the logits after each of its `tokens` are wanted."""
 
     conversation: Conversation
     tokens: Sequence[int]
@@ -92,7 +90,6 @@ class _Run:
         self.done, self.logits = 0, list[Tensor]()
 
     def wanted(self) -> Tensor:
-        """The logits that were asked for."""
         return torch.cat(self.logits)[-self.asked :] if self.every else self.logits[-1]
 
 
@@ -105,7 +102,6 @@ class _Part(NamedTuple):
 
 
 def _run_joined(runs: list[_Run]) -> None:
-    """The turns in as few passes as their limits allow."""
     limit = min(run.conversation.admitted(len(run.ids)) for run in runs)
     known = runs[0].conversation.loaded.model.get_input_embeddings().num_embeddings
     # Those that share their prefix stand side by side.
@@ -170,9 +166,7 @@ _WHOLE = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_m
 
 
 def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
-    """What a prefix cost goes to the conversations that it stood before, by their tokens; a pass took so many
-    `seconds` for each.
-    """
+    """Charge a prefix's cost to its conversations, by their tokens; each took so many `seconds`."""
     stats, total, start = prefix.take_stats(), sum(len(part.ids) for part in parts), 0
     for part in parts:
         tokens = len(part.ids)
@@ -228,9 +222,8 @@ def answer_batch(
         logits = run_in_passes(engine.loaded, ids, forked.cache, limit, Padding(seen, position))
         stats.tokens += ids.numel()
         stats.total_s += time.perf_counter() - began
-        sampled = torch.stack(
-            [processors[row](own) for row, own in zip(running, logits, strict=True)]
-        ).argmax(-1)
+        changed = [processors[row](own) for row, own in zip(running, logits, strict=True)]
+        sampled = torch.stack(changed).argmax(-1)
         chosen, kept = sampled.tolist(), []
         for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
             if token not in ends:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,9 @@ _PARAGRAPH = re.compile(rf"{_NEWLINE}[ ▁Ġ]*{_NEWLINE}[ ▁Ġ]*$")
 _SENTENCE = re.compile(r"[.!?。！？][\"'”’)\]]*$")
 _BLANK = re.compile(r"[\s▁ĠĊ]|<0x0A>")
 
+Array = npt.NDArray[Any]
+AnySelection = Selection | PageSelection
+
 
 class Watch:
     """Sums the attention that one conversation pays to each stored token while it is watched.
@@ -52,17 +55,11 @@ class Watch:
     """
 
     def __init__(self, host: HostKV, least: float = NOTABLE):
-        self.host = host
-        self.least = least
+        self.host, self.least = host, least
         self.mass = np.zeros(host.length, np.float32)
 
     def see(
-        self,
-        layer: int,
-        rows: Tensor,
-        queries: Queries,
-        selection: Selection | PageSelection,
-        state: AttentionState,
+        self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState
     ) -> None:
         """Take note of some rows, int64 `[n]`, of what was selected for `queries` of one layer: those of this
         conversation's tokens that count. `state [Hkv, R]` is that of all stored tokens, estimated ones too.
@@ -101,9 +98,7 @@ class Watch:
 
 
 def last_rows(queries: Queries, sequence: int, end: int | None = None) -> Tensor:
-    """The rows of a sequence's last token before token `end` (None: of all), int64 `[group]`: one for each
-    query head of a KV head.
-    """
+    """Rows of a sequence's last token before `end` (None: of all), int64 `[group]`: one a query head."""
     members = sequence * queries.group + torch.arange(queries.group)
     return members * queries.tokens + (queries.tokens if end is None else end) - 1
 
@@ -131,22 +126,16 @@ def cite(
         if (share := float(mass[begin:end].sum())) >= LEAST:
             cited.append((share, one, slice(begin, end)))
     cited.sort(key=lambda found: -found[0])
+    best = cited[:most_documents]
+    spans = [_passages(one, tokens[own], mass[own], store, tokenizer, most_spans) for _, one, own in best]
     return tuple(
-        CitedDocument(
-            one.name, share, tuple(_passages(one, tokens[own], mass[own], store, tokenizer, most_spans))
-        )
-        for share, one, own in cited[:most_documents]
+        CitedDocument(one.name, share, own) for (share, one, _), own in zip(best, spans, strict=True)
     )
 
 
 def _passages(
-    document: Document,
-    tokens: npt.NDArray[np.int64],
-    mass: npt.NDArray[np.float64],
-    store: KVStore,
-    tokenizer: Any,
-    most: int,
-) -> Iterator[CitedSpan]:
+    document: Document, tokens: Array, mass: Array, store: KVStore, tokenizer: Any, most: int
+) -> tuple[CitedSpan, ...]:
     """Windows around peaks, widened to whole sentences or lines; none overlaps another."""
     taken: list[tuple[int, int]] = []
     found: list[CitedSpan] = []
@@ -165,13 +154,11 @@ def _passages(
         found.append(CitedSpan(start, end, str(text).strip(), float(mass[inside].sum())))
         taken.append((start, end))
         tokens, mass = tokens[~inside], mass[~inside]
-    yield from sorted((span for span in found if span.share >= LEAST), key=lambda span: -span.share)
+    return tuple(sorted((span for span in found if span.share >= LEAST), key=lambda span: -span.share))
 
 
 def _widened(store: KVStore, tokenizer: Any, start: int, end: int, low: int, high: int) -> tuple[int, int]:
-    """Tokens `start:end` with what else is of their sentences, or else of their lines, within `low:high` and
-    `REACH`.
-    """
+    """Tokens `start:end` widened to whole sentences, or else lines, within `low:high` and `REACH`."""
     low, high = max(low, start - REACH), min(high, end + REACH)
     pieces = tokenizer.convert_ids_to_tokens(_ids(store, tokenizer, low, high))
     before = _nearest(pieces, range(start - low, 0, -1))

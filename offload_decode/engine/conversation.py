@@ -34,9 +34,7 @@ class Conversation:
     def __init__(
         self, loaded: LoadedModel, store: Store, prefix: StoredPrefix, cache: PrefixCache | None = None
     ):
-        self.loaded = loaded
-        self.store = store
-        self.prefix = prefix
+        self.loaded, self.store, self.prefix = loaded, store, prefix
         self.positions = loaded.lengths.held(store.manifest.rope, store.manifest.n_tokens)
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # The tokens after the stored ones that were run.
@@ -71,8 +69,7 @@ class Conversation:
         """Take back every token after the first `length`, which must not reach into the stored ones."""
         if not self.prefix.length <= length <= self.length:
             raise ConfigError(
-                f"cannot crop to {length} tokens: {self.prefix.length} are stored, "
-                f"and {self.length} are there in all"
+                f"cannot crop to {length} of {self.length} tokens: {self.prefix.length} are stored"
             )
         if self.selector.remembers and length < self.length:
             if length > self.prefix.length:
@@ -115,7 +112,6 @@ class Conversation:
         return logits
 
     def has_run(self, run: list[int]) -> None:
-        """Take note of the ids that the cache was grown by."""
         self.tokens += run
         self.pending = []
 
@@ -157,8 +153,7 @@ class Conversation:
             yield token
             if self.tokens + self.pending != so_far:
                 raise ConfigError(
-                    "this engine went on with something else before its answer was complete: "
-                    "give every answer that is written at the same time a fork (Engine.fork)"
+                    "this engine went on with something else before its answer ended: give each a fork (fork)"
                 )
             if processors.append(token):
                 return
@@ -186,9 +181,7 @@ class Conversation:
             yield rest
 
     def question_tokens(self, question: str, begun: str = "") -> list[int]:
-        """Token ids of a question as it is put here, after the corpus or after an answer, and of how its own
-        answer begins.
-        """
+        """Token ids of a question as it is put here, and of `begun`, how its answer begins."""
         put = self.prompt.next if self.cache.tail_length else self.prompt.first
         return put(self.tokenizer, question, begun)
 
@@ -220,9 +213,7 @@ class Conversation:
         extends this conversation meanwhile: raises `ConfigError` where somebody does.
         """
         if not self._lock.acquire(blocking=False):
-            raise ConfigError(
-                "another thread is extending this engine: give each thread a fork of its own (fork)"
-            )
+            raise ConfigError("another thread is extending this engine: give each a fork of its own (fork)")
         try:
             before, pending, chosen = self.cache.tails[0].tail.length, self.pending, self.prefix.chosen
             remembered = chosen.fork() if chosen.forks else chosen
@@ -242,11 +233,8 @@ class Conversation:
             return tensor_view(array)[None].to(self.loaded.device)
 
         shape, store = self.loaded.shape, self.store
-        windows = {
-            layer: (sent(keys), sent(values))
-            for layer in shape.local_layers
-            for keys, values in [store.window(layer)]
-        }
+        near = {layer: store.window(layer) for layer in shape.local_layers}
+        windows = {layer: (sent(keys), sent(values)) for layer, (keys, values) in near.items()}
         states = {layer: [sent(one.copy()) for one in store.states(layer)] for layer in shape.state_layers}
         decoder, dtype = self.loaded.model.base_model, DTYPES[self.loaded.dtype]
         return PrefixCache.over(prefix, shape, windows, decoder, dtype, states, self.positions)

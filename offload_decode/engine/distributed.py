@@ -10,7 +10,7 @@ from torch import Tensor
 from offload_decode.attention.state import merge_states
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.step import StoredPrefix
+from offload_decode.engine.step import Finish, StoredPrefix
 from offload_decode.types import AttentionState, StepStats
 
 Promised = Callable[[], Sequence[tuple[AttentionState, StepStats]]]
@@ -34,15 +34,11 @@ class ScatteredPrefix(StoredPrefix):
         super().__init__(whole.host, whole.chosen)
         if whole.selector.remembers:
             raise ConfigError(
-                f"selector '{whole.selector.name}' remembers a conversation, which workers that have a part "
-                "of the store do not know: choose another, such as topk"
+                f"selector '{whole.selector.name}' remembers a conversation: choose another, such as topk"
             )
         self.ask = ask
 
-    def begin(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None
-    ) -> Callable[[], AttentionState]:
-        """All parts begin at once."""
+    def begin(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> Finish:
         if self.watches:
             raise ConfigError("what a store in parts attended to is not told: leave citations out")
         return partial(self._merged, query, self.ask(layer, query.detach().float().cpu(), scaling, softcap))
@@ -59,5 +55,4 @@ class ScatteredPrefix(StoredPrefix):
         return AttentionState(*(to_device(part, query.device) for part in state))
 
     def fork(self) -> ScatteredPrefix:
-        """For an independent continuation."""
         return ScatteredPrefix(self, self.ask)

@@ -43,7 +43,7 @@ class Engine(Conversation):
     def open(
         cls,
         store: str | Path | KVStore,
-        model: str | Any | None = None,
+        model: Any = None,
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> Engine:
@@ -82,9 +82,7 @@ class Engine(Conversation):
         return self._cache_behind(self.prefix.fresh())
 
     def inputs(self, question: str) -> dict[str, Any]:
-        """Keyword arguments for `model.generate`: the question's ids, a mask over all tokens, and a fresh
-        cache.
-        """
+        """Arguments of `model.generate`: the question's ids, a mask over all tokens, a fresh cache."""
         ids = torch.tensor([self.prompt.first(self.tokenizer, question)], device=self.loaded.device)
         mask = torch.ones(1, self.prefix.length + ids.shape[1], dtype=torch.bool, device=self.loaded.device)
         # A config may say otherwise, and every step would run all tokens again.

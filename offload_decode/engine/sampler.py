@@ -51,7 +51,6 @@ class Sampler:
 
 
 def _largest(logits: Tensor) -> Tensor:
-    """Where each row of `logits [B, V]` is largest: `[B]`."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         # numpy's loop takes a twentieth of torch's time.
         return torch.from_numpy(logits.detach().numpy().argmax(-1))
@@ -59,9 +58,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _nucleus(weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The fewest largest of `weights [B, V]`, which sum to 1, that hold this share: `[B, K]`, largest first
-    and others 0, and their places.
-    """
+    """The fewest largest of `weights [B, V]` that hold this share: `[B, K]`, others 0, and their places."""
     best, places = weights.topk(min(_FEW, weights.shape[-1]), -1)
     if bool((best.sum(-1) < share).any()):  # to sort all takes ten times as long
         best, places = weights.sort(-1, descending=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from offload_decode.selectors.registry import create
 from offload_decode.selectors.unselected import Tail
 from offload_decode.types import AttentionState, ModelShape, PageSelection, Selection, StepStats
 
+Finish = Callable[[], AttentionState]
+
 
 class StoredPrefix:
     """Implements `offload_decode.kv.generated.Prefix` over a store.
@@ -33,10 +36,8 @@ class StoredPrefix:
     """
 
     def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
-        self.host = host
+        self.host, self.chosen, self.tail = host, chosen, tail
         self.length = host.length  # stored tokens
-        self.chosen = chosen
-        self.tail = tail
         self.whole_generated = chosen.selector.whole_generated
         self._kv_heads = chosen.selector.shape.kv_heads
         self.stats = StepStats()
@@ -44,9 +45,7 @@ class StoredPrefix:
         self.ends: tuple[int, ...] = ()
 
     @classmethod
-    def over(
-        cls, host: HostKV, shape: ModelShape, selector: str, options: Mapping[str, object]
-    ) -> StoredPrefix:
+    def over(cls, host: HostKV, shape: ModelShape, selector: str, options: Mapping[str, Any]) -> StoredPrefix:
         """The prefix of a store as a selector of that name sees it, with options as users write them.
 
         Raises `ConfigError` for options that the selector does not have or cannot keep to.
@@ -66,12 +65,9 @@ class StoredPrefix:
 
     @property
     def remembers(self) -> bool:
-        """As its selector does."""
         return self.selector.remembers
 
-    def begin(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None
-    ) -> Callable[[], AttentionState]:
+    def begin(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> Finish:
         """From `query [B, H, T, D]` to a state over the tokens that the selector chooses for its rows.
 
         Only the copy of the query to the host begins here; the search runs in the function that is returned.
@@ -81,7 +77,6 @@ class StoredPrefix:
         return partial(self._finish, layer, self._queries(query, scaling, softcap).sent())
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
-        """`begin` and what it returns, in one call."""
         return self.begin(layer, query, scaling, softcap)()
 
     def _finish(self, layer: int, queries: Queries) -> AttentionState:
@@ -121,13 +116,11 @@ class StoredPrefix:
         return Queries(rows, scaling, softcap, heads // kv_heads, tokens)
 
     def _watched(self, queries: Queries) -> list[Tensor]:
-        """The rows that each watch is to see."""
         if self.ends:
             return [last_rows(queries, 0, end) for end in self.ends]
         return [last_rows(queries, sequence) for sequence in range(len(self.watches))]
 
     def _attend_rows(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
-        """Select, attend, estimate the tail, merge."""
         self.host.store.check_mapped(layer)
         began = time.perf_counter()
         selection = on_host(self.chosen.select(layer, queries))
@@ -156,7 +149,6 @@ class StoredPrefix:
         return rows * self.length - selected
 
     def fresh(self) -> StoredPrefix:
-        """The same prefix for a conversation that begins."""
         forked = self.fork()
         forked.selector.reset()
         return forked

@@ -76,7 +76,7 @@ def prefix_attention(
     if isinstance(layer, PackedLayer):
         states = layer.attend(stored_query, scaling, softcap)
         state = reduce(merge_states, states if heads is None else map(heads.expand, states))
-        return _finished(state, s_aux, query, served=True)
+        return _finished(state, s_aux, query, ours=True)
     # Where the mask has the one entry of `generated_mask`, the position alone says what a token sees. Some
     # models cut the keys, and the mask with them. Keys from no layer are those of the tokens.
     places: Places | None = None
@@ -100,7 +100,7 @@ def prefix_attention(
         state = merge_states(generated, stored if heads is None else heads.expand(stored))
     if layer is not None:
         layer.unattended = False
-    return _finished(state, s_aux, query, served=layer is not None)
+    return _finished(state, s_aux, query, ours=layer is not None)
 
 
 def _temperature_at(module: Any, query: Tensor, positions: Tensor, first: int) -> Tensor:
@@ -121,14 +121,12 @@ def _temperature_at(module: Any, query: Tensor, positions: Tensor, first: int) -
     return query * factor[:, None, :, None].to(query)
 
 
-def _finished(
-    state: AttentionState, sinks: Tensor | None, query: Tensor, served: bool
-) -> tuple[Tensor, None]:
+def _finished(state: AttentionState, sinks: Tensor | None, query: Tensor, ours: bool) -> tuple[Tensor, None]:
     """A state `[B, H, T, D]` merged with the sinks, as transformers takes it."""
     if sinks is not None:
         state = merge_states(state, sink_state(sinks, state))
     out = state.out
-    if (served or sinks is not None) and torch.is_grad_enabled():
+    if (ours or sinks is not None) and torch.is_grad_enabled():
         out = _WithoutGradients.apply(out, query)  # type: ignore[no-untyped-call]
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
@@ -138,15 +136,12 @@ def _refuse_unknown(module: torch.nn.Module, others: dict[str, Any]) -> None:
     for name, value in others.items():
         if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT:
             raise UnsupportedModel(
-                f"{type(module).__name__} passes '{name}' to its attention, which attention to stored tokens "
-                "does not support"
+                f"{type(module).__name__} passes '{name}' to its attention, which is not served"
             )
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """Refuses gradients: those of the generated KV alone would be wrong, and the fused kernel has none of the
-    log-sum-exp by which sinks are merged.
-    """
+    """Refuses gradients: those of a part alone would be wrong, and the fused kernel gives none of the LSE."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
@@ -155,8 +150,7 @@ class _WithoutGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise ConfigError(
-            "there are no gradients behind a stored prefix, nor through attention sinks: train on the whole "
-            "text with another attention (model.set_attn_implementation('eager'))"
+            "no gradients behind a stored prefix or through attention sinks: train with 'eager' attention"
         )
 
 
@@ -176,9 +170,8 @@ def generated_mask(
     prefix and question would use up a part of it. Where nothing is padded and no model adds to the mask, it
     has one entry for a sequence, and `prefix_attention` goes by the positions.
     """
-    chunked = local_size is not None and local_size == getattr(
-        arguments.get("config"), "attention_chunk_size", None
-    )
+    chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
+    chunked = local_size is not None and local_size == chunk
     run = RUNNING.current
     by_place = run.unpadded and arguments.get("allow_is_causal_skip", False) and not chunked
     if by_place and attention_mask is None:
@@ -186,18 +179,12 @@ def generated_mask(
     own = attention_mask if attention_mask is run.mask else None
     if own is not None and local_size is not None:
         mask_function = causal_mask_function
-    mask: Tensor = sdpa_mask(
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        mask_function=mask_function,
-        **{**arguments, "allow_is_causal_skip": False},
-    )
+    arguments |= {"attention_mask": attention_mask, "mask_function": mask_function}
+    arguments["allow_is_causal_skip"] = False
+    mask: Tensor = sdpa_mask(kv_length=kv_length, kv_offset=kv_offset, **arguments)
     if own is not None and local_size is not None:
         position = kv_offset + own[:, kv_offset:].long().cumsum(-1) - 1
         keys, queries = position[:, None, None, :], position[:, None, -mask.shape[2] :, None]
-        if chunked:
-            mask = mask & (queries // local_size == keys // local_size)
-        else:
-            mask = mask & (queries - keys < local_size)
+        near = queries // local_size == keys // local_size if chunked else queries - keys < local_size
+        mask = mask & near
     return mask

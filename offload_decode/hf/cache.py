@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import GeneratedLayer, KeylessLayer, LatentLayer, PrefixLayer, WindowLayer
+from offload_decode.hf.cache_layers import (
+    KV,
+    GeneratedLayer,
+    KeylessLayer,
+    LatentLayer,
+    PrefixLayer,
+    WindowLayer,
+)
 from offload_decode.hf.compat import DTYPES
 from offload_decode.hf.positions import ANYWHERE, Positions
 from offload_decode.hf.recurrent import RecurrentCache, States
@@ -39,9 +46,7 @@ class PrefixCache(RecurrentCache):
         first = next((tail for tail in self.tails if not tail.is_sliding), next(iter(self.tails), None))
         self._keyed: list[Any] = [layer if isinstance(layer, GeneratedLayer) else first for layer in layers]
         self.windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
-        self.decoder = decoder
-        self.dtype = dtype
-        self.positions = positions
+        self.decoder, self.dtype, self.positions = decoder, dtype, positions
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
         # The mask of the next pass, where it is known to show all stored tokens: a million are not read.
@@ -79,7 +84,6 @@ class PrefixCache(RecurrentCache):
         return cls(layers, decoder, dtype, positions)
 
     def __len__(self) -> int:
-        """Layers."""
         return len(self.layers)
 
     def fork(self, prefix: Prefix) -> PrefixCache:
@@ -91,22 +95,19 @@ class PrefixCache(RecurrentCache):
         return copy
 
     def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
-        """A fork: the stored prefix is not copied."""
         return self.fork(deepcopy(self.prefix, memo))
 
     @property
     def prefix(self) -> Prefix:
-        """The stored prefix."""
         return self.tails[0].prefix
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> KV:
         """`GeneratedLayer.update`, in a pass of a model that is switched to the stored prefix."""
         if self.begun is None:
             raise UnsupportedModel(
-                "this cache goes with a stored prefix, and the model that uses it does not attend to one: "
-                "run engine.loaded.model"
+                "this cache is for a model that attends to its stored prefix: run engine.loaded.model"
             )
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
@@ -123,23 +124,18 @@ class PrefixCache(RecurrentCache):
     def crop(self, tokens: int) -> None:
         """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
         if not -self.tail_length <= tokens <= 0:
-            raise ConfigError(
-                f"cannot crop by {tokens}: give minus the number of tokens to remove, and of the "
-                f"{self.tail_length} that follow the stored prefix at most all"
-            )
+            most = self.tail_length
+            raise ConfigError(f"cannot crop by {tokens}: give minus the tokens to remove, at most {most}")
         if tokens and self.prefix.remembers:
             raise ConfigError(
-                "this selector cannot bring back tokens that it has dropped: "
-                "begin with a new cache instead of cropping this one"
+                "this selector cannot bring back tokens that it has dropped: begin with a new cache"
             )
         self.cut(self.tail_length + tokens)
 
     def reset(self) -> None:
-        """Forget the generated tokens, as `crop` does."""
         self.crop(-self.tail_length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these sequences."""
         for layer in self.tails:
             layer.tail.rows(indices)
         if self.tail_length:  # else any number of them may come
@@ -150,7 +146,6 @@ class PrefixCache(RecurrentCache):
     reorder_cache = batch_select_indices  # of beam search
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
         rows = self.tails[0].tail.batch
         if rows is not None:
             self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
@@ -158,8 +153,7 @@ class PrefixCache(RecurrentCache):
     def activate_past_recording(self) -> None:
         """Called by assisted decoding and prompt lookup, which would crop stored tokens."""
         raise ConfigError(
-            "assisted decoding and prompt lookup do not work behind a stored prefix: "
-            "call generate without assistant_model and prompt_lookup_num_tokens"
+            "assisted decoding and prompt lookup do not work behind a stored prefix: leave them out"
         )
 
     def cut(self, tail_length: int) -> None:
@@ -222,14 +216,10 @@ class PrefixCache(RecurrentCache):
         thread, length = self.begun
         if thread != threading.get_ident():
             raise ConfigError(
-                "another thread runs a pass over this cache, or was interrupted in one: give each thread its "
-                "own cache (Engine.new_cache, Engine.fork)"
+                "another thread runs a pass over this cache: give each its own (new_cache, fork)"
             )
         if self.prefix.remembers:
-            raise ConfigError(
-                "a pass over this cache was interrupted, and this selector cannot undo what it remembers: "
-                "begin with a new cache"
-            )
+            raise ConfigError("this selector cannot undo a pass that was interrupted: begin with a new cache")
         self.cut(length)
 
     def show(self, tokens: int, shown: Tensor | None) -> None:
@@ -243,7 +233,6 @@ class PrefixCache(RecurrentCache):
         self._hide(shown)
 
     def refuse_rows(self, rows: int) -> NoReturn:
-        """Raise because a pass of so many rows cannot follow what is there."""
         raise ConfigError(
             f"this cache holds {self.tails[0].tail.batch} sequences, and {rows} came: run as many in every "
             "pass, or change it with batch_select_indices or batch_repeat_interleave"
@@ -256,9 +245,7 @@ class PrefixCache(RecurrentCache):
         self.positions.check(self.prefix_length + behind)
 
     def check_attended(self, tokens: int) -> None:
-        """The pass is over; raise if `tokens` new keys of some layer never reached the registered attention
-        function.
-        """
+        """The pass is over: raise if `tokens` new keys of a layer never reached the registered attention."""
         assert self.begun is not None
         for layer in self.tails:
             if layer.unattended or layer.tail.length != self.begun[1] + tokens:
@@ -270,12 +257,10 @@ class PrefixCache(RecurrentCache):
 
     @property
     def prefix_length(self) -> int:
-        """Stored tokens."""
         return int(self.prefix.length)
 
     @property
     def tail_length(self) -> int:
-        """Tokens after the prefix."""
         return int(self.tails[0].tail.length)
 
     def _hide(self, shown: Tensor | None) -> None:

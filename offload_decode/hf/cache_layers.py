@@ -21,6 +21,9 @@ from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.recurrent import States
 from offload_decode.kv.generated import GeneratedKV, Prefix
 
+KV = tuple[Tensor, Tensor]
+"""Keys and values `[B, Hkv, T, D]`."""
+
 
 @dataclass(eq=False)
 class Pass:
@@ -51,9 +54,7 @@ class Pass:
         return found[1] if found is not None and found[0]() is keys else None
 
     def layer_before(self, index: int) -> Any:
-        """The layer that was appended to last, if it has that index, for a model that makes keys of what it
-        cached; asked once.
-        """
+        """The layer that was appended to last, if it has this index; asked once."""
         layer, self._updated = self._updated, None
         return layer if layer is not None and layer.index == index else None
 
@@ -88,20 +89,16 @@ class _Layer:
 
     @property
     def conv_states(self) -> Tensor | None:
-        """The last inputs of a convolution."""
         return None if self.states is None else self.states.get("conv0")
 
     @property
     def recurrent_states(self) -> Tensor | None:
-        """The state of a recurrence."""
         return None if self.states is None else self.states.get("recurrent0")
 
     def get_max_length(self) -> int:
-        """No maximum."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """No maximum (the name of this method up to transformers 5.8)."""
         return -1
 
 
@@ -111,15 +108,11 @@ class GeneratedLayer(_Layer):
     seeded = 0  # tokens of the prefix that come to the attention call with the generated ones
 
     def __init__(self, index: int, prefix: Prefix, states: States | None = None):
-        self.index = index
-        self.prefix = prefix
-        self.states = states
+        self.index, self.prefix, self.states = index, prefix, states
         self.tail = GeneratedKV()
         self.unattended = False
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> KV:
         """Append `[B, Hkv, T, D]`; returns what the attention call receives, and is known by."""
         self.tail.append(key_states, value_states)
         keys, values = self.visible()
@@ -127,8 +120,7 @@ class GeneratedLayer(_Layer):
         self.unattended = True
         return keys, values
 
-    def visible(self) -> tuple[Tensor, Tensor]:
-        """Keys and values for the attention call."""
+    def visible(self) -> KV:
         return self.tail.view()
 
     @property
@@ -137,16 +129,13 @@ class GeneratedLayer(_Layer):
         return Places()
 
     def get_seq_length(self) -> int:
-        """Stored and generated tokens."""
         return self.prefix.length + self.tail.length
 
     def reset(self) -> None:
-        """Forget the generated KV."""
         self.tail = GeneratedKV()
         self.unattended = False
 
     def fork(self, prefix: Prefix) -> Self:
-        """The same layer with a copy of the generated KV."""
         fork = copy(self)
         fork.prefix, fork.tail, fork.unattended = prefix, self.tail.fork(), False
         fork.states = self.states and self.states.copy()
@@ -162,63 +151,46 @@ class PrefixLayer(GeneratedLayer):
 
 
 class LatentLayer(PrefixLayer):
-    """A full-attention layer that caches latents: each token's row (`hf.mla`) is kept once, as key and value
-    in one.
-    """
+    """A full-attention layer of latents: a token's row (`hf.mla`) is kept once, as key and value in one."""
 
     rank = 0  # of the latents, known from the first on
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> KV:
         """Append latents `[B, 1, T, rank]` and rotary parts `[B, 1, T, rotary]`; returns those so far."""
         self.rank = key_states.shape[-1]
         rows = torch.cat([key_states, value_states], dim=-1)
         return super().update(rows, rows)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """What the indexer of a model (DeepSeek-V3.2) scores, `[B, S, D]`: zeros, because its choice is not
-        used behind a prefix.
-        """
+        """Zeros `[B, S, D]` for an indexer of the model's own, whose choice is not used behind a prefix."""
         batch, _, dim = indexer_key_states.shape
         return indexer_key_states.new_zeros(()).expand(batch, self.tail.length, dim)
 
-    def visible(self) -> tuple[Tensor, Tensor]:
+    def visible(self) -> KV:
         """Latents and rotary parts, of which the model makes keys and values."""
         rows, _ = self.tail.view()
         return rows[..., : self.rank], rows[..., self.rank :]
 
 
 class WindowLayer(GeneratedLayer):
-    """A layer that attends to near tokens: seeded with the stored window, and keeps all generated KV, so that
-    cropping stays exact. The mask limits each token to its window, or to its chunk.
-    """
+    """Near tokens: the stored window, all generated KV, so that cropping is exact; a mask limits them."""
 
     is_sliding = True
 
     def __init__(
-        self,
-        index: int,
-        prefix: Prefix,
-        sliding_window: int,
-        seed: tuple[Tensor, Tensor],
-        states: States | None = None,
-        chunked: bool = False,
+        self, index: int, prefix: Prefix, sliding_window: int, seed: KV, states: States | None, chunked: bool
     ):
         super().__init__(index, prefix, states)
-        self.sliding_window = sliding_window
-        self.seed = seed
+        self.sliding_window, self.seed, self.chunked = sliding_window, seed, chunked
         self.seeded = seed[0].shape[2]
-        self.chunked = chunked
 
-    def visible(self) -> tuple[Tensor, Tensor]:
+    def visible(self) -> KV:
         """Seed and generated KV; the mask limits every token to its window, which padding may shift."""
         if not self.tail.length:
             return self.seed
         return self._behind_seed(self.seeded)
 
-    def _behind_seed(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The generated KV behind the last `tokens` of the seed."""
+    def _behind_seed(self, tokens: int) -> KV:
         keys, values = self.tail.view()
         seed_keys, seed_values = (
             part[:, :, part.shape[2] - tokens :].expand(keys.shape[0], -1, -1, -1) for part in self.seed
@@ -250,7 +222,6 @@ class WindowLayer(GeneratedLayer):
         return keys, values, within & (seen <= asked)
 
     def get_max_length(self) -> int:
-        """The window."""
         return self.sliding_window
 
     def rebase(self) -> None:
@@ -266,11 +237,9 @@ class KeylessLayer(_Layer):
     """A layer that keeps no keys: it is recurrent, or no attention, or reads those of another layer."""
 
     def __init__(self, index: int, states: States | None = None):
-        self.index = index
-        self.states = states
+        self.index, self.states = index, states
 
     def fork(self, prefix: Prefix) -> KeylessLayer:
-        """The same layer with a copy of its states."""
         return KeylessLayer(self.index, self.states and self.states.copy())
 
     def rebase(self) -> None:
@@ -309,13 +278,11 @@ class GraphCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[GraphLayer(index, seen, attend) for index in range(layers)])
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """`GraphLayer.update`."""
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> KV:
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The tokens that are reported."""
         return self.layers[layer_idx].get_seq_length()  # type: ignore[no-any-return]
 
 
@@ -323,12 +290,10 @@ class GraphLayer(PassLayer):
     """One layer of a `GraphCache`: the model's attention comes to `attend` with what `update` gave it."""
 
     def __init__(self, index: int, seen: int, attend: Attend):
-        self.index = index
-        self._seen = seen
-        self._attend = attend
-        self._given: tuple[Tensor, Tensor] | None = None
+        self.index, self._seen, self._attend = index, seen, attend
+        self._given: KV | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor) -> KV:
         """The new keys and values as they are; the pass recognises the keys."""
         tagged = key_states.view_as(key_states)
         self._given = tagged, value_states
@@ -343,5 +308,4 @@ class GraphLayer(PassLayer):
         return self._attend(call)
 
     def get_seq_length(self) -> int:
-        """The tokens that are reported."""
         return self._seen

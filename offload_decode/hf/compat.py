@@ -81,9 +81,7 @@ def pick_device(device: str) -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f"device '{device}' is not served; {_DEVICES}")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device '{device}' is not there: torch finds no such CUDA device; use --device cpu"
-        )
+        raise ConfigError(f"device '{device}' is not there: torch finds no such GPU; use --device cpu")
     return chosen
 
 
@@ -100,9 +98,7 @@ def device_room(device: torch.device) -> int:
 def text_of(config: Any) -> Any:
     """The text model's config (a copy) of a config, which may be a wrapper's. Raises `UnsupportedModel`."""
     if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"'{config.model_type}' is an encoder-decoder model: use one that is a decoder alone"
-        )
+        raise UnsupportedModel(f"'{config.model_type}' is an encoder-decoder model: use a decoder alone")
     text = deepcopy(config.get_text_config(decoder=True))
     if text.model_type in _SAME:
         text = _plain(text, _SAME[text.model_type])
@@ -139,9 +135,7 @@ def class_of(text: Any) -> Any:
     module = import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
     name = type(text).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     if not hasattr(module, name):
-        raise UnsupportedModel(
-            f"'{text.model_type}' is no language model that writes text from left to right"
-        )
+        raise UnsupportedModel(f"'{text.model_type}' is no language model that writes text")
     return getattr(module, name)
 
 
@@ -186,11 +180,9 @@ def by_own_names(quantization: dict[str, Any], names: Names) -> dict[str, Any]:
     }
 
 
-def unknown_text(
-    unexpected: Iterable[str], names: Names, checkpoint: Collection[str], model: Any
-) -> list[str]:
+def unknown_text(unexpected: Iterable[str], names: Names, held: Collection[str], model: Any) -> list[str]:
     """Of the weights that `model` does not have, those that belong to its text model."""
-    base, there = _base(model), set(checkpoint)
+    base, there = _base(model), set(held)
     parts = {name for name, _ in model.get_submodule(base.rstrip(".")).named_children()}
     layers = model.config.num_hidden_layers
     found = []
@@ -212,7 +204,6 @@ def _base(model: Any) -> str:
 
 
 def _shared(one: str, other: str) -> int:
-    """Letters in common from the start."""
     pairs = zip(one, other, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

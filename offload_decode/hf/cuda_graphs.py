@@ -112,9 +112,7 @@ def passed(forward: Callable[..., Any], ids: Tensor, positions: Tensor, cache: G
 
 
 class Snapshot:
-    """A module as it is now: its parts, the addresses of its weights, its hooks. Comparing costs some tenths
-    of a microsecond for each part and weight.
-    """
+    """A module as it is now: its parts, the addresses of its weights, its hooks; cheap to compare."""
 
     def __init__(self, module: torch.nn.Module):
         self._slots: list[tuple[dict[str, Any], str, Any]] = []
@@ -129,7 +127,6 @@ class Snapshot:
         self._places = [one.data_ptr() for one in self._tensors]
 
     def holds(self) -> bool:
-        """Whether nothing was taken out, put in or moved since."""
         return (
             [len(own) for own in self._sized] == self._sizes
             and all(own.get(name) is one for own, name, one in self._slots)
@@ -151,7 +148,6 @@ class GraphForward:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing is recorded yet."""
         self.passes: dict[Shape, GraphPass] = {}
         self._came: Counter[Shape] = Counter()
         self._known: Snapshot | None = None
@@ -161,7 +157,6 @@ class GraphForward:
         self._done: torch.cuda.Event | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """For a copy of the decoder, whose weights lie elsewhere."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         held = deepcopy({"decoder": self.decoder, "__wrapped__": self.__wrapped__}, memo)
@@ -275,16 +270,12 @@ def report(decoder: Any) -> dict[str, Any] | None:
     forward = decoder.forward
     if not isinstance(forward, GraphForward):
         return None
-    return {
-        "passes": sorted([rows, tokens] for rows, tokens, _ in forward.passes),
-        "refused": forward.refused,
-    }
+    shapes = sorted([rows, tokens] for rows, tokens, _ in forward.passes)
+    return {"passes": shapes, "refused": forward.refused}
 
 
 def _serves(config: Any, given: dict[str, Any]) -> bool:
-    """Whether a pass can be recorded: few tokens, each of which sees all of its conversation, and no output
-    but the last states.
-    """
+    """Whether a pass can be recorded: few tokens that see all before them, and the last states alone."""
     cache, ids, positions = cache_in(given), given.get("input_ids"), given.get("position_ids")
     if torch.is_grad_enabled() or ids is None or positions is None or ids.numel() > TOKENS:
         return False
@@ -318,9 +309,7 @@ def _attend(cache: PrefixCache | PackedCache, call: AttentionCall) -> Tensor:
 
 
 def _stand_in(call: AttentionCall) -> Tensor:
-    """A stand-in for attention, for the check: it depends on all inputs and on the position (the inner
-    product of a query and the key of its own position does not).
-    """
+    """In place of attention: depends on all inputs and on the position, as q·k of one's own does not."""
     query, key, value = call.query, call.key, call.value
     groups = query.shape[1] // key.shape[1]
     weights = (query.mean(-1, keepdim=True) + key.repeat_interleave(groups, 1).mean(-1, keepdim=True)).tanh()

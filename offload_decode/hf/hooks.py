@@ -47,9 +47,7 @@ def activate(model: Any) -> None:
         capture(decoder)
 
 
-def _before(
-    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[()], dict[str, Any]] | None:
+def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     kind: Any = type(decoder)
@@ -79,8 +77,7 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pas
     rows, tokens = new.shape[:2]
     if not tokens:
         raise ConfigError(
-            "no tokens are left to run, because generate removes the stored tokens from ids without a mask: "
-            "pass the mask over stored and new tokens too, as Engine.inputs does"
+            "generate left no tokens to run, without a mask over the stored ones: pass Engine.inputs"
         )
     if ids is not None:
         check_ids(ids, decoder)
@@ -150,15 +147,11 @@ def _check_kept(decoder: nn.Module, given: dict[str, Any]) -> None:
     hidden = mask is not None and mask.ndim == 2 and mask.shape[1] > ids.shape[1]
     later = positions is not None and bool((positions.amin(-1) > 0).any())
     if hidden or later:
-        raise UnsupportedModel(
-            "this model's own generate drops the stored prefix here, because its rotation would change: use "
-            "Engine.answer, which keeps the rotation of the store"
-        )
+        raise UnsupportedModel("this model's own generate drops the stored prefix here: use Engine.answer")
 
 
 @lru_cache(maxsize=64)
 def _both(ours: type, kind: type) -> Any:
-    """A cache of ours that is also of the class that a decoder insists on."""
     return type(ours.__name__, (ours, kind), {})
 
 
@@ -168,16 +161,13 @@ def _takes_positions(decoder: type) -> bool:
 
 
 def check_ids(ids: Tensor, model: Any) -> None:
-    """Raise if some ids are not in the vocabulary."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"token ids must be whole numbers (int64), and not {ids.dtype}")
     known = model.get_input_embeddings().num_embeddings
     least, most = torch.stack(ids.aminmax()).tolist()  # one wait for the device
     if least < 0 or most >= known:
         wrong = least if least < 0 else most
-        raise ConfigError(
-            f"token id {wrong} is not in the vocabulary: the model has ids from 0 to {known - 1}"
-        )
+        raise ConfigError(f"token id {wrong} is not in the vocabulary of 0 to {known - 1}")
 
 
 def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCache]) -> None:
@@ -188,8 +178,7 @@ def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCac
     weights = config.output_attentions if weights is None else weights
     if decoder.training:
         raise ConfigError(
-            "the model is in training mode, in which attention to stored tokens has neither dropout nor "
-            "gradients: call model.eval()"
+            "the model is in training mode, and stored tokens give no gradients: call model.eval()"
         )
     if config._attn_implementation != NAME:
         raise UnsupportedModel(
@@ -198,33 +187,27 @@ def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCac
         )
     if weights:
         raise ConfigError(
-            "attention to stored tokens gives no weights to return: leave output_attentions out, or set it "
-            "to False in the model's config"
+            "attention to stored tokens gives no weights: leave output_attentions out, of the config too"
         )
     if not use_cache:
-        raise ConfigError(
-            "use_cache=False does not go with a stored prefix: the tokens would be run and appended again at "
-            "every step; pass use_cache=True, as Engine.inputs does"
-        )
+        raise ConfigError("without use_cache=True every step would run and append all tokens again: pass it")
     windows = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     for cache in caches:
         if cache.decoder not in (None, decoder):
             raise ConfigError("this cache belongs to another model: take one from the engine of this model")
         if cache.dtype not in (None, decoder.dtype) or not cache.windows.issubset(windows):
             raise ConfigError(
-                "the dtype or the sliding window of this model changed after its store was opened: reload "
-                "the model, and open the store with it"
+                "the dtype or window of this model changed after its store was opened: reload both"
             )
 
 
 def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     """The columns of a 2-D mask after the prefix, checked: bool `[B, tail + T]`."""
     prefix, tail = cache.prefix_length, cache.tail_length
-    if mask.shape[1] != prefix + tail + tokens:
+    if mask.shape[1] != (whole := prefix + tail + tokens):
         raise ConfigError(
-            f"the attention mask covers {mask.shape[1]} tokens, but {prefix + tail + tokens} are in the "
-            "cache with its stored prefix and the new ones: pass ones for the prefix and for earlier turns "
-            "too, as Engine.inputs does"
+            f"the attention mask covers {mask.shape[1]} tokens, but {whole} are stored, of earlier turns or "
+            "new: pass ones for all of them, as Engine.inputs does"
         )
     if len(mask) != rows:
         raise ConfigError(f"the attention mask has {len(mask)} rows, but there are {rows} to run")
@@ -237,8 +220,7 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     before = shown[:, :tail]
     if not bool((before if earlier is None else before == earlier.to(before.device)).all()):
         raise ConfigError(
-            "the attention mask differs from that of an earlier pass for tokens that both cover: tokens stay "
-            "shown or hidden in a cache; begin with a new one"
+            "the attention mask differs from that of an earlier pass over the same tokens: take a new cache"
         )
     return shown
 
@@ -249,23 +231,19 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
     if mask.dtype != torch.bool:
         raise ConfigError(NOT_BOOL)
     if any(cache.is_sliding):
-        raise ConfigError(
-            "this model has sliding-window layers, which need another mask than the others: "
-            "pass a 2-D attention mask, from which both are made"
-        )
+        raise ConfigError("this model has sliding-window layers, which need their own mask: pass a 2-D one")
     if len(mask) not in (1, rows) or mask.shape[1] != 1 or mask.shape[2] != tokens:
         raise ConfigError(
-            f"a prepared attention mask must be [{rows}, 1, {tokens}, …] for these tokens, and not "
-            f"{list(mask.shape)}"
+            f"a prepared attention mask must be [{rows}, 1, {tokens}, …], and not {list(mask.shape)}"
         )
     if mask.shape[-1] == prefix + tail + tokens:
         if not bool(mask[..., :prefix].all()):
             raise ConfigError(_HIDES)
         return mask[..., prefix:]
     if mask.shape[-1] != tail + tokens:
+        whole = prefix + tail + tokens
         raise ConfigError(
-            f"the prepared attention mask covers {mask.shape[-1]} tokens, but {prefix + tail + tokens} are "
-            "in the cache with its stored prefix and the new ones"
+            f"the prepared attention mask covers {mask.shape[-1]} tokens, but {whole} are there"
         )
     return mask
 
@@ -275,18 +253,13 @@ def _check_positions(
 ) -> None:
     """A shown token stands behind all that are shown before it; the positions of padding do not matter."""
     if shown is None and cache.shown is not None:
-        raise ConfigError(
-            "earlier tokens of this cache are padding: pass an attention mask that hides them here too"
-        )
+        raise ConfigError("earlier tokens of this cache are padding: pass a mask that hides them here too")
     first = cache.get_seq_length()
     device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
     unpadded = torch.arange(first, first + tokens, device=device)[None]
     positions = unpadded if positions is None else positions
     if positions.ndim != 2 or positions.shape[-1] != tokens or len(positions) not in (1, rows):
-        raise ConfigError(
-            f"position_ids must be [{rows}, {tokens}], one for each new token, and not "
-            f"{list(positions.shape)}"
-        )
+        raise ConfigError(f"position_ids must be [{rows}, {tokens}], and not {list(positions.shape)}")
     expected = unpadded
     right = positions == unpadded
     if shown is not None:
@@ -297,9 +270,8 @@ def _check_positions(
         wrong = (~right).nonzero()[0].tolist()
         found, wanted = (int(one.expand_as(right)[tuple(wrong)]) for one in (positions, expected))
         raise ConfigError(
-            f"a new token has position {found}, but behind the stored tokens and those of earlier turns it "
-            f"is {wanted}: pass an attention mask that covers all of them, and position_ids that do not "
-            "count the padding"
+            f"a new token has position {found}, but behind all that came before it is {wanted}: pass a mask "
+            "that covers them, and position_ids that do not count the padding"
         )
 
 
@@ -311,9 +283,7 @@ def hold_rotations(decoder: nn.Module) -> None:
 
 
 class _FixedLength:
-    """A forward hook with a copy of its module for each length: modules remember the longest text they saw,
-    and several threads may run stores of other lengths.
-    """
+    """A forward hook, with a copy of its module for each length: modules remember the longest they saw."""
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
@@ -324,8 +294,7 @@ class _FixedLength:
             return output
         if length == UNSAID:
             raise ConfigError(
-                "this model rotates keys by the length of the whole text, and its cache does not state it: "
-                "take a cache from an engine (Engine.new_cache)"
+                "the cache does not state the length that its keys are rotated for: use Engine.new_cache"
             )
         # Buffers that are made in inference mode cannot be changed in place outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -335,8 +304,7 @@ class _FixedLength:
             positions: Tensor = given.pop("position_ids")
             if positions.ndim != 2:
                 raise UnsupportedModel(
-                    "this model rotates by the length of its text, and by more than one position a token, "
-                    "which is not served"
+                    "rotation by the length of a text with several positions a token is not served"
                 )
             last = torch.full_like(positions[:, :1], length - 1)
             given["position_ids"] = torch.cat([positions, last], dim=1)

@@ -30,9 +30,7 @@ def read_in_place(model: Any) -> None:
 
 
 class _Turns:
-    """Turns of products without and with oneDNN, which is switched on and off for the whole process: those of
-    one token and those of several do not run at the same time.
-    """
+    """Turns of products without and with oneDNN, which is switched for the whole process: never both."""
 
     def __init__(self) -> None:
         self._changed = Condition()

@@ -51,16 +51,12 @@ def latent_of(module: Any) -> Latent | None:
     widths = [getattr(module, name, None) for name in names]
     projection = getattr(module, "kv_b_proj", None)
     if projection is None or getattr(projection, "bias", None) is not None or None in widths:
-        raise UnsupportedModel(
-            f"{type(module).__name__} expands latents in another way than by kv_b_proj without a bias"
-        )
+        raise UnsupportedModel(f"{type(module).__name__} expands latents otherwise than by a plain kv_b_proj")
     return Latent(*widths)  # type: ignore[arg-type]
 
 
 def tell_of_indexer(config: Any, tokens: int) -> None:
-    """Warn where a model would attend to fewer of so many stored tokens than behind a prefix, because it
-    chooses them with an indexer of its own.
-    """
+    """Warn where a model's own indexer would choose among so many stored tokens: here it is not asked."""
     most = getattr(config, "index_topk", None)
     if isinstance(most, int) and tokens > most:
         told = (
@@ -85,9 +81,7 @@ class LatentHeads:
         return torch.cat([plain.float() @ self._keys, rotary.float()], dim=-1)
 
     def expand(self, state: AttentionState) -> AttentionState:
-        """Attention over the rows, `out [B, H, T, dim]`, as attention over the heads' values, `[B, H, T,
-        value]`.
-        """
+        """Attention over the rows, `out [B, H, T, dim]`, as over the heads' values, `[B, H, T, value]`."""
         return AttentionState(state.out[..., : self.latent.rank] @ self._values.mT, state.lse)
 
 

@@ -19,6 +19,7 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.cache_layers import (
+    KV,
     RUNNING,
     GeneratedLayer,
     KeylessLayer,
@@ -94,9 +95,8 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._begun = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """`PackedLayer.update`."""
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> KV:
         if not self._begun:
             raise UnsupportedModel("a packed cache needs a model that attends to stored prefixes")
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
@@ -119,39 +119,28 @@ class PackedCache(Cache):  # type: ignore[misc]
 
 
 def logits_after(logits: Tensor, rows: Tensor) -> Tensor:
-    """The logits `[n, V]` after the packed tokens `rows`, of those `[1, T, V]` of a pass with
-    `logits_to_keep=rows`, which some models ignore: they return those of all tokens.
-    """
+    """Logits `[n, V]` after `rows`, of a pass with `logits_to_keep=rows`, which some models ignore."""
     return logits[0] if logits.shape[1] == len(rows) else logits[0, rows]
 
 
 class PackedLayer(PassLayer):
     """One layer of all conversations of a pass."""
 
-    def __init__(
-        self, index: int, tails: Sequence[GeneratedLayer], tokens: Sequence[int], blocks: Sequence[Block]
-    ):
-        self.index = index
-        self.tails = tails
-        self.tokens = tokens
-        self.blocks = blocks
+    def __init__(self, index: int, tails: list[GeneratedLayer], tokens: list[int], blocks: Sequence[Block]):
+        self.index, self.tails, self.tokens, self.blocks = index, tails, tokens, blocks
         self.unattended = self.updated = False
         self._first = 0
         self._new = sum(tokens)
 
     @property
     def latent(self) -> bool:
-        """Whether the generated KV are latents."""
         return isinstance(self.tails[0], LatentLayer)
 
     def begin(self) -> None:
-        """The pass begins."""
         self._first = max(tail.get_seq_length() for tail in self.tails)
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `[1, Hkv, total, D]`, each segment to its own generated KV. The returned keys tell the pass
-        which layer this is, and are used for nothing else.
-        """
+    def update(self, key_states: Tensor, value_states: Tensor) -> KV:
+        """Append `[1, Hkv, total, D]`, each segment to its own KV; the keys returned only tell the layer."""
         keys, values = key_states, value_states
         if self.latent:
             keys = values = torch.cat([key_states, value_states], dim=-1)

@@ -153,9 +153,7 @@ def lengths_of(config: Any, decoder: nn.Module) -> Lengths:
 
 
 def told_of(rope: Mapping[str, Any], tokens: int) -> str:
-    """`Lengths.told` of a store of `tokens`, by its manifest's `rope` alone. Raises `StoreMismatch`, and
-    `UnsupportedModel` for parameters that are none.
-    """
+    """`Lengths.told` by a manifest's `rope` alone. Raises `StoreMismatch` or `UnsupportedModel`."""
     # Where a dynamic rotation begins to scale does not matter here: the manifest states the length.
     lengths = Lengths(_switches(rope), 0 if "dynamic" in _kinds(rope) else None)
     return lengths.told(lengths.held(rope, tokens))

@@ -20,14 +20,10 @@ class States:
     in which the model's own cache keeps them, where they are known.
     """
 
-    def __init__(
-        self, held: Mapping[str, Tensor] | None = None, dtypes: Mapping[str, torch.dtype] | None = None
-    ):
-        self.held = dict(held or {})
-        self._dtypes = dtypes or {}
+    def __init__(self, held: Mapping[str, Tensor] = {}, dtypes: Mapping[str, torch.dtype] = {}):
+        self.held, self._dtypes = dict(held), dtypes
 
     def copy(self) -> States:
-        """The same states for an independent continuation."""
         return States(self.held, self._dtypes)
 
     def get(self, name: str) -> Tensor | None:
@@ -57,13 +53,15 @@ class States:
 
     def rows(self, index: Tensor) -> States:
         """These rows of the batch; of one that all rows share, as many of it."""
-        picked = {
-            name: state.expand(len(index), *state.shape[1:])
-            if len(state) == 1
-            else state.index_select(0, index.to(state.device))
-            for name, state in self.held.items()
-        }
-        return States(picked, self._dtypes)
+
+        def picked(state: Tensor) -> Tensor:
+            return (
+                state.expand(len(index), *state.shape[1:])
+                if len(state) == 1
+                else state[index.to(state.device)]
+            )
+
+        return States({name: picked(state) for name, state in self.held.items()}, self._dtypes)
 
     def scattered(self, index: Tensor, rows: States) -> States:
         """With `rows` in the places `index`."""
@@ -102,7 +100,6 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         conv_kernel_size: int | None = None,
         **_: object,
     ) -> Tensor:
-        """`States.push`."""
         return self._states(layer_idx).push(f"conv{state_idx}", conv_states, conv_kernel_size)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -112,15 +109,13 @@ class RecurrentCache(Cache):  # type: ignore[misc]
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> Tensor:
-        """`States.put`."""
         return self._states(layer_idx).put(f"recurrent{state_idx}", recurrent_states)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """The state of a recurrence, as MiniMax asks for it."""
+        """As MiniMax asks for it."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """`States.put`."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -130,9 +125,7 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         return bool(self._states(layer_idx).held)
 
     def mark_states(self, tail_length: int, rows: int, tokens: int) -> None:
-        """A pass of so many rows and tokens begins behind the tail: it may have to be taken back, and one of
-        several tokens begins a turn.
-        """
+        """A pass begins behind the tail: it may be taken back, and one of several tokens begins a turn."""
         self._last = {tail_length: {i: states.copy() for i, states in self._held().items()}}
         if tokens > 1 or not tail_length:
             self.marks = self._last | self.marks
@@ -149,8 +142,7 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         if held is None:
             known = ", ".join(str(prefix_length + mark) for mark in sorted(self.marks))
             raise ConfigError(
-                "this model has recurrent layers, whose states are kept where a turn began alone: crop "
-                f"to {known} tokens, or fork before you branch"
+                f"recurrent states are kept where a turn began alone: crop to {known} tokens, or fork before"
             )
         self._replace_states(held)
         self.join(tail_length)
@@ -194,7 +186,6 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         states: States | None = self.layers[layer_idx].states
         if self.begun is None or states is None:
             raise UnsupportedModel(
-                f"layer {layer_idx} keeps a recurrent state that this cache has no place for: run "
-                "engine.loaded.model, with the configuration that its store was made with"
+                f"layer {layer_idx} keeps a recurrent state without a place here: run engine.loaded.model"
             )
         return states

@@ -46,9 +46,7 @@ def run_rows_apart(decoder: Any) -> None:
 
 
 def is_mixer(module: torch.nn.Module) -> bool:
-    """It convolves its inputs or lets a state decay (lightning attention), and knows its place among the
-    layers.
-    """
+    """It convolves its inputs or lets a state decay (lightning attention), and knows its layer."""
     convolves = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
     decays = isinstance(getattr(module, "slope_rate", None), Tensor)
     return (convolves or decays) and isinstance(getattr(module, "layer_idx", None), int)
@@ -96,7 +94,6 @@ def _by_token(layer_idx: int, forward: Forward, hidden_states: Tensor, *args: An
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """What passes that follow each other give, as one pass gives it."""
     if isinstance(parts[0], tuple):
         return tuple(torch.cat(own, dim=1) for own in zip(*parts, strict=True))
     return torch.cat(list(parts), dim=1)
@@ -104,30 +101,28 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 def _on_part(
     forward: Forward,
-    hidden_states: Tensor,
+    hidden: Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tokens: slice,
-    rows: Tensor | None = None,
+    rows: Any = None,
 ) -> Any:
     """`forward` of some tokens, of some rows; no padding is among them, so that no mask is needed."""
 
     def part(given: Any) -> Any:
-        if not isinstance(given, Tensor) or len(given) != len(hidden_states):
+        if not isinstance(given, Tensor) or len(given) != len(hidden):
             return given
         if given.ndim == 2:  # a mask, in transformers 5.5 over the prefix too
             return None
-        if given.shape[1] != hidden_states.shape[1]:
+        if given.shape[1] != hidden.shape[1]:
             return given
         return (given if rows is None else given[rows.to(given.device)])[:, tokens]
 
-    return forward(part(hidden_states), *map(part, args), **{name: part(one) for name, one in kwargs.items()})
+    return forward(part(hidden), *map(part, args), **{name: part(one) for name, one in kwargs.items()})
 
 
 def _takes_one_token(module: Any, decoder: Any) -> bool:
-    """Whether a pass of several tokens is another than theirs one by one, tried behind several states, or
-    some state has no effect on it.
-    """
+    """Whether a pass of several tokens differs from theirs one by one, or ignores some state."""
     device = decoder.get_input_embeddings().weight.device
     if next(module.parameters()).device != device:  # of streamed weights: it is tried where it will run
         module = deepcopy(module).to(device)
@@ -159,9 +154,7 @@ def _agree(whole: Sequence[Tensor], stepped: Sequence[Tensor]) -> bool:
 
 
 def _probed(module: Any, passes: Sequence[Tensor], states: States) -> list[Tensor]:
-    """The sequences that a mixer gives for passes that begin with these states (MiniMax's gives its state
-    too).
-    """
+    """The sequences that a mixer gives for passes from these states on (MiniMax's gives its state too)."""
     probe = Probe(module.layer_idx)
     probe.layers[-1].states = states.copy()
     out = _joined([_run(module, inputs, probe) for inputs in passes])
@@ -170,7 +163,6 @@ def _probed(module: Any, passes: Sequence[Tensor], states: States) -> list[Tenso
 
 
 def _run(module: Any, inputs: Tensor, probe: Probe) -> Any:
-    """What a mixer gives, with nothing but a cache beside its inputs."""
     _, *others = inspect.signature(module.forward).parameters.values()
     given = {own.name: None for own in others if own.default is own.empty and own.kind is not own.VAR_KEYWORD}
     return _in_sequence(module, inputs, **{**given, **with_cache(module, probe)})

@@ -61,16 +61,14 @@ def claimed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
         for field in ("rope_theta", "factor"):
             if not rope.get(field, 1.0) > 0:
                 raise UnsupportedModel(
-                    f"this '{name}' model has a {field} of {rope[field]}, and only positive ones make "
-                    "positions: mend its config.json"
+                    f"this '{name}' model has a {field} of {rope[field]}: mend its config.json"
                 )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision": images alone
         raise UnsupportedModel(f"this '{name}' model attends to later tokens too; use a causal model")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < 2:
         raise UnsupportedModel(
-            f"this '{name}' model has a sliding window of {window}, in which no token sees an earlier one: "
-            "mend its config.json, or use another model"
+            f"this '{name}' model has a sliding window of {window}, and sees no earlier token: mend it"
         )
     return observed_shape(config, dtype)
 
@@ -84,9 +82,10 @@ def observed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
     if dtype is not None:
         text.dtype = dtype
     versions = [version(library) for library in ("torch", "transformers")]
-    key = json.dumps([_FORM, versions, text.to_dict()], sort_keys=True, default=str)
+    fields = json.dumps([_FORM, versions, text.to_dict()], sort_keys=True, default=str)
+    key = f"shape {sha256(fields.encode()).hexdigest()}"
     return cached(
-        "shape " + sha256(key.encode()).hexdigest(),
+        key,
         lambda: _observed(text),
         asdict,
         lambda stored: shape_from(stored, FORMAT_VERSION, DTYPES),
@@ -103,9 +102,7 @@ def text_config(config: Any) -> Any:
 
 
 def text_model(config: Any, **arguments: Any) -> Any:
-    """The causal model of a text config with fresh weights, in evaluation mode; `arguments` as for
-    `AutoModelForCausalLM.from_config`.
-    """
+    """The causal model of a text config with fresh weights, in evaluation mode."""
     return class_of(config)._from_config(config, **arguments).eval()
 
 
@@ -139,9 +136,7 @@ def _observed(text: Any) -> ModelShape:
     return _shape(text.model_type, text, cache, _pass.seen)
 
 
-def _attention(
-    module: Any, query: Any, key: Any, value: Any, mask: Any = None, *_: Any, **__: Any
-) -> tuple[Any, None]:
+def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any = None, *_: Any, **__: Any) -> Any:
     """The attention function of an observed pass: notes which module called it after which cache layer."""
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError("its attention adds numbers to the scores")
@@ -187,9 +182,7 @@ def _cache(text: Any, decoder: Any) -> Any:
 class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Values that a model reads from tensors without data: zeros, true conditions, no indices."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, kwargs = torch.ops.aten, kwargs or {}
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not first.is_meta:
@@ -222,13 +215,11 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
     keeping = [i for i, own in enumerate(layers) if own.kind is not LayerKind.NONE]
     if not keeping:
         raise UnsupportedModel(
-            f"this '{name}' model keeps keys and values in none of its layers, so there is nothing to store "
-            "and search: use a model with attention"
+            f"this '{name}' model keeps keys and values in none of its layers: use one with attention"
         )
     searched = [i for i in keeping if layers[i].kind is LayerKind.FULL] or keeping[:1]
-    geometries = sorted(
-        {(seen[i][1], layers[i].kv_heads, layers[i].key_dim, layers[i].value_dim) for i in searched}
-    )
+    found = ((seen[i][1], layers[i]) for i in searched)
+    geometries = sorted({(heads, own.kv_heads, own.key_dim, own.value_dim) for heads, own in found})
     if len(geometries) > 1:
         listed = " and ".join(f"{q} query and {kv} KV heads of {k} and {v}" for q, kv, k, v in geometries)
         raise UnsupportedModel(
@@ -237,9 +228,7 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
         )
     query_heads, kv_heads = geometries[0][:2]
     if query_heads % kv_heads:
-        raise UnsupportedModel(
-            f"this '{name}' model has {query_heads} query heads for {kv_heads} KV heads, not a multiple"
-        )
+        raise UnsupportedModel(f"this '{name}' model has {query_heads} query heads for {kv_heads} KV heads")
     return ModelShape(tuple(layers), query_heads)
 
 

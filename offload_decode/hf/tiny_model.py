@@ -134,7 +134,6 @@ def _choices(stack: list[Kind], shared: int) -> Iterator[tuple[list[int], int]]:
 
 
 def _stack(text: Any, decoder: Any, total: int) -> list[Kind]:
-    """The kinds of a model's layers."""
     types = getattr(text, "layer_types", None) or [None] * total
     lists = (module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList))
     modules = next((module for module in lists if len(module) == total), [None] * total)
@@ -161,10 +160,8 @@ def _switches(kind: Kind) -> Kind:
 def _shrunk(text: Any, layers: list[int], total: int, width: int) -> Any:
     """The config with small numbers, and heads of about `width`."""
     sizes = _Sizes(text, width)
-    fields = {
-        name: _cut(name, sizes.field(name, value), layers, total)
-        for name, value in _stated(text.to_dict()).items()
-    }
+    stated = _stated(text.to_dict())
+    fields = {name: _cut(name, sizes.field(name, value), layers, total) for name, value in stated.items()}
     for name in _LAYER_COUNTS:
         if isinstance(held := fields.get(name), int) and held % total == 0:
             fields[name] = held // total * len(layers)
@@ -179,18 +176,12 @@ def _shrunk(text: Any, layers: list[int], total: int, width: int) -> Any:
 
 
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of its model."""
-    return {
-        name: _stated(own) if isinstance(own, dict) else own
-        for name, own in fields.items()
-        if name not in _NO_MATTER
-    }
+    kept = {name: own for name, own in fields.items() if name not in _NO_MATTER}
+    return {name: _stated(own) if isinstance(own, dict) else own for name, own in kept.items()}
 
 
 class _Sizes:
-    """Small sizes for those of one config: equal ones stay equal, and heads times their width the hidden
-    size.
-    """
+    """Small sizes for those of one config: equal ones stay equal, heads times their width the hidden size."""
 
     def __init__(self, text: Any, width: int):
         numbers = list(_numbers(text.to_dict()))
@@ -211,7 +202,6 @@ class _Sizes:
         self.linear_divisor = max(1, min(linear, default=1) // 8)
 
     def field(self, name: str, value: Any) -> Any:
-        """The small value of a field, by its name."""
         if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             return self._rope(value)
         if isinstance(value, dict):
@@ -253,7 +243,6 @@ class _Sizes:
         return max(2, 2 * round(value / (2 * self.divisor)))
 
     def _rope(self, rope: dict[str, Any]) -> dict[str, Any]:
-        """Rotary parameters, for one kind of layer or for each."""
         found = {name: self._rope(own) if isinstance(own, dict) else own for name, own in rope.items()}
         if found.get("rope_type", found.get("type")) == "longrope" or "llama_4_scaling_beta" in found:
             found["original_max_position_embeddings"] = _LENGTH

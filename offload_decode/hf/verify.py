@@ -47,6 +47,8 @@ _SEEDS = (0, 1)  # a tie between two experts may fall either way once
 _PACKED_SEQUENCES = (0, 1, 2, 0)
 _PACKED_PASSES = ((9, 2, 1, 5), (1, 1, 8, 1), (1, 1, 1, 1), (2, 1, 3, 12))
 
+Finish = Callable[[], AttentionState]
+
 
 @dataclass(frozen=True)
 class EquivalenceCheck:
@@ -59,7 +61,6 @@ class EquivalenceCheck:
 
     @property
     def served(self) -> bool:
-        """Its tiny model equals plain generation."""
         return not self.reason
 
 
@@ -71,8 +72,7 @@ def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
     if not check.served:
         raise UnsupportedModel(
             f"this '{config.model_type}' model is not served, because it failed the equivalence check with "
-            f"plain generation behind a stored prefix: {check.reason}; use a newer release of "
-            "transformers, or another model"
+            f"plain generation: {check.reason}; use a newer release of transformers, or another model"
         )
     return shape
 
@@ -87,7 +87,7 @@ def check_equivalence(config: Any, trial: type[Trial] | None = None) -> Equivale
     then cached for the libraries and the code that it ran through.
     """
     trial = trial or Trial
-    return _cached("config", text_config(config), trial, lambda: _of_tiny(config, trial))
+    return _once("config", text_config(config), trial, lambda: _of_tiny(config, trial))
 
 
 def _of_tiny(config: Any, trial: type[Trial]) -> EquivalenceCheck:
@@ -101,15 +101,13 @@ def _of_tiny(config: Any, trial: type[Trial]) -> EquivalenceCheck:
         first = next(checks)
         return first if first.served else next((other for other in checks if other.served), first)
 
-    return _cached("tiny config", tiny, trial, check)
+    return _once("tiny config", tiny, trial, check)
 
 
-def _cached(
-    of: str, config: Any, trial: type[Trial], check: Callable[[], EquivalenceCheck]
-) -> EquivalenceCheck:
+def _once(of: str, config: Any, trial: type[Trial], run: Callable[[], EquivalenceCheck]) -> EquivalenceCheck:
     fields = json.dumps([_versions(), type(config).__name__, config.to_dict()], sort_keys=True, default=str)
     key = f"equivalence check of {of} by {trial.__name__} {sha256(fields.encode()).hexdigest()}"
-    return cached(key, check, asdict, _parsed)
+    return cached(key, run, asdict, _parsed)
 
 
 def _parsed(fields: Any) -> EquivalenceCheck:
@@ -165,15 +163,11 @@ class _MemoryPrefix:
         self._kv = {index: _no_kv(shape.layers[index]) for index in shape.full_layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Add `[1, Hkv, T, D]` of a full layer."""
         if layer in self._kv:
             before = self._kv[layer]
             self._kv[layer] = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
-    def begin(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None
-    ) -> Callable[[], AttentionState]:
-        """Dense attention to all of it."""
+    def begin(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> Finish:
         keys, values = (part.expand(len(query), -1, -1, -1) for part in self._kv[layer])
         return partial(attend_dense, query, keys, values, scaling, None, softcap)
 
@@ -215,7 +209,6 @@ class Trial:
         return self.worst
 
     def run_behind(self, ids: Tensor) -> None:
-        """The passes that are compared."""
         behind = self.prefilled(ids[:1, :PREFIX])
         self._turn("one token", behind.fork(behind.prefix), ids, PREFIX, 1)
         talk = behind.fork(behind.prefix)
@@ -225,9 +218,7 @@ class Trial:
         self._batch(behind.fork(behind.prefix), ids)
 
     def _ids(self) -> Tensor:
-        """A prefix with its question and second turn, with a shorter question, and another prefix with the
-        first question: `[3, N]`.
-        """
+        """`[3, N]`: a prefix, question and second turn; another question; another prefix."""
         known = self.plain.get_input_embeddings().num_embeddings
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, known, (3, PREFIX + _QUESTION + _TURN), generator=generator)
@@ -289,9 +280,7 @@ class Trial:
         return self.model(input_ids=ids, use_cache=True, **with_cache(self.model, cache), **more).logits
 
     def check(self, found: Sequence[Tensor], places: Sequence[tuple[int, int, int]]) -> None:
-        """Raise `_Differs` unless `found [T, V]` are the logits at `places`: T tokens of a sequence of the
-        plain pass from a start on.
-        """
+        """Raise `_Differs` unless each `found [T, V]` are the plain pass's logits of a row from a start."""
         worst = max(
             float((logits - self.want[row, start : start + tokens]).abs().max())
             for logits, (row, start, tokens) in zip(found, places, strict=True)
@@ -334,7 +323,6 @@ class PackedTrial(Trial):
     """Several conversations in packed passes, with the logits of the last tokens, as the engine runs them."""
 
     def run_behind(self, ids: Tensor) -> None:
-        """Questions and single tokens, mixed."""
         first, other = (self.prefilled(ids[row : row + 1, :PREFIX]) for row in (0, 2))
         talks = [first.fork(first.prefix), first.fork(first.prefix), other, self.prefilled(ids[:1, :0])]
         starts = [talk.prefix_length for talk in talks]

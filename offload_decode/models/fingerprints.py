@@ -68,9 +68,7 @@ _KNOWN = frozenset(
 
 
 def config_hash(config: Any) -> str:
-    """SHA-256 of a text model's config without the fields that cannot change its numbers: the same for a
-    checkpoint whichever release of transformers reads it.
-    """
+    """SHA-256 of the fields of a text config that can change numbers: the same in every release."""
     return f"{FINGERPRINT_VERSION}:{hashlib.sha256(_json(_neutral(config)).encode()).hexdigest()}"
 
 
@@ -167,9 +165,7 @@ def _neutral(config: Any) -> dict[str, Any]:
 
 
 def _rotations(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Rotary frequencies that are not those of the config, and are in no checkpoint: `model.to(bfloat16)`
-    rounds them, where loading in bfloat16 does not.
-    """
+    """Rotary frequencies that are not the config's: `model.to(bfloat16)` rounds them, loading does not."""
     for path, module in model.named_modules():
         # One that changes with the length of a text is known by what it changes back to.
         kind = "original_inv_freq" if depends_on_length(module) else "inv_freq"
@@ -221,9 +217,7 @@ def find_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def note(config_hash: str, difference: float) -> None:
-    """Save the largest difference of a passed equivalence check, in standard deviations of the logits, in the
-    user's cache, for programs that do not load the model.
-    """
+    """Save a passed equivalence check's difference in the user's cache, for programs that load no model."""
     if noted(config_hash) != difference:
         save_text(_key(config_hash), repr(difference))
 

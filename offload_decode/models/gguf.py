@@ -18,15 +18,12 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = dict(enumerate(["<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"])) | {10: "<Q", 11: "<q", 12: "<d"}
 _MOST_PAIRS, _MOST_TENSORS = 1 << 16, 1 << 20
 _MOST_TEXT, _MOST_LISTED, _MOST_BYTES = 1 << 26, 1 << 24, 1 << 29  # of a text, a list, all that is said
-_MOST_SIZE = {
-    "block_count": 512,
-    "embedding_length": 1 << 20,
-    **dict.fromkeys(["feed_forward_length", "expert_feed_forward_length"], 1 << 22),
-    **dict.fromkeys(["attention.head_count", "attention.head_count_kv"], 1 << 14),
-    **dict.fromkeys(["attention.key_length", "attention.value_length"], 1 << 14),
-    "vocab_size": 1 << 26,
-    **dict.fromkeys(["expert_count", "expert_used_count"], 1 << 14),
-}
+_COUNTS = ["head_count", "head_count_kv", "key_length", "value_length"]
+_MOST_SIZE = {"block_count": 512, "embedding_length": 1 << 20, "vocab_size": 1 << 26}
+_MOST_SIZE |= dict.fromkeys(["feed_forward_length", "expert_feed_forward_length"], 1 << 22)
+_MOST_SIZE |= dict.fromkeys(
+    [*(f"attention.{own}" for own in _COUNTS), "expert_count", "expert_used_count"], 1 << 14
+)
 
 
 def check_gguf(path: Path) -> None:
@@ -41,8 +38,7 @@ def check_gguf(path: Path) -> None:
         raise ModelError(f"{path} cannot be read as GGUF, because {error}: fetch it again") from error
     if said.get("split.count", 0) > 1:
         raise ModelError(
-            f"{path} is one of {said['split.count']} pieces: join them with llama-gguf-split --merge, and "
-            "give the whole"
+            f"{path} is one of {said['split.count']} pieces: join them (llama-gguf-split --merge)"
         )
 
 
@@ -50,8 +46,7 @@ class _Header:
     """Reads from the start of a file on; ValueError where it says more than it holds."""
 
     def __init__(self, file: Any, size: int) -> None:
-        self.file, self.left = file, min(size, _MOST_BYTES)
-        self.size = size
+        self.file, self.size, self.left = file, size, min(size, _MOST_BYTES)
 
     def pairs(self) -> dict[str, Any]:
         """What the file says of itself; of lists of texts only how many there are."""

@@ -34,9 +34,7 @@ def check_card(device: torch.device) -> None:
 
 
 def layers_of(model: Any) -> Sequence[nn.Module]:
-    """The decoder layers of a transformers model: of the lists of modules that are in no other list, the one
-    with most weights. Empty where it has no such list.
-    """
+    """The decoder layers of a model: of its outermost lists of modules the one with most weights, or none."""
     lists: list[nn.ModuleList] = []
     inner: set[nn.Module] = set()
     for module in model.base_model.modules():
@@ -60,10 +58,8 @@ def stream(model: Any, device: torch.device) -> None:
     check_card(device)
     layers = layers_of(model)
     if not layers:
-        raise UnsupportedModel(
-            f"this '{model.config.model_type}' model has no list of layers whose weights could be streamed: "
-            "leave --weights out, or take int8 or int4"
-        )
+        kind = model.config.model_type
+        raise UnsupportedModel(f"this '{kind}' model has no list of layers to stream: leave --weights out")
     waiting = dict.fromkeys(module for layer in layers for module in layer.modules())
     output = model.get_output_embeddings() if has_own_output(model) else None
     with torch.inference_mode(False), torch.no_grad():
@@ -89,8 +85,7 @@ class _Layers:
             for layer in layers
         ]
         self._host = [[own[name] for own, name in places] for places in self._places]
-        size = max(map(_room_bytes, self._host))
-        self._rooms = [_Room(size, self._host, device, self._copies) for _ in range(2)]
+        self._rooms = [_Room(self._host, device, self._copies) for _ in range(2)]
         for number, layer in enumerate(layers):
             # Not hooks: those that follow a pass are left out when the user interrupts it.
             layer.forward = update_wrapper(partial(self._run, number, layer.forward), layer.forward)
@@ -132,13 +127,8 @@ class _Room:
     it `holds` are there once `arrived` has happened; what comes next waits for `used`.
     """
 
-    def __init__(
-        self,
-        size: int,
-        layers: Sequence[Sequence[nn.Parameter]],
-        device: torch.device,
-        copies: torch.cuda.Stream,
-    ):
+    def __init__(self, layers: list[list[nn.Parameter]], device: torch.device, copies: torch.cuda.Stream):
+        size = max(sum(_aligned(weight.nbytes) for weight in layer) for layer in layers)
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         memory.record_stream(copies)
         self.weights = [[*_laid_out(memory, layer)] for layer in layers]
@@ -153,10 +143,6 @@ def _laid_out(memory: torch.Tensor, layer: Sequence[nn.Parameter]) -> Iterator[n
     for weight in layer:
         yield _fixed(memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape))
         start += _aligned(weight.nbytes)
-
-
-def _room_bytes(layer: Sequence[nn.Parameter]) -> int:
-    return sum(_aligned(weight.nbytes) for weight in layer)
 
 
 def _aligned(size: int) -> int:

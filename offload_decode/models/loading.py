@@ -27,26 +27,10 @@ from offload_decode.hf.packed_batch import PackedCache, logits_after
 from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
 from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.hf.verify import check_equivalence, packs, shape_of
-from offload_decode.models.checkpoint import (
-    CONFIG,
-    check_rules,
-    located,
-    read_config,
-    source_of,
-    template_of,
-    told,
-    weight_files,
-)
+from offload_decode.models import checkpoint, quantization
 from offload_decode.models.fingerprints import config_hash, note, tokenizer_hash, weights_hash
 from offload_decode.models.layer_streaming import check_card, stream
 from offload_decode.models.prompt import Prompt, prompt_for
-from offload_decode.models.quantization import (
-    check_packages,
-    check_weights,
-    check_weights_of,
-    quantise,
-    quantization_of,
-)
 from offload_decode.models.quantized_loading import read_gguf, read_packed, whole_model
 from offload_decode.selectors.budgets import pass_tokens
 from offload_decode.store.format import FINGERPRINT_VERSION
@@ -97,15 +81,9 @@ class LoadedModel:
 
     def stated(self, positions: Positions) -> dict[str, Any]:
         """What a store's manifest says of the model, where its tokens have these positions."""
-        return {
-            "model_id": self.model_id,
-            "model_config_hash": self.config_hash,
-            "weights_hash": self.weights_hash,
-            "tokenizer_hash": self.tokenizer_hash,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "rope": self.rope | positions.noted,
-        }
+        hashes = {"model_config_hash": self.config_hash, "tokenizer_hash": self.tokenizer_hash}
+        hashes |= {"model_id": self.model_id, "weights_hash": self.weights_hash, "dtype": self.dtype}
+        return {**hashes, "shape": self.shape, "rope": self.rope | positions.noted}
 
     @property
     def known_tokenizer(self) -> Any:
@@ -139,8 +117,7 @@ class LoadedModel:
     ) -> Any:
         if self.streamed and module is self.model:
             raise ConfigError(
-                "this model's weights are streamed for a prefill, and an answer would read all of them over "
-                "the bus for every token: load it with other weights to ask it"
+                "this model's weights are streamed for a prefill: load it with other weights to ask it"
             )
         # A config may differ in the last two, so they are passed in every call.
         with torch.inference_mode():
@@ -169,36 +146,36 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     from transformers.utils import logging
 
     check_dtype(dtype)
-    check_weights(weights)
+    quantization.check_weights(weights)
     chosen_device = pick_device(device)
     if weights == STREAMED:
         check_card(chosen_device)
-    config, _ = read_config(model_id)
-    source = source_of(model_id)
-    if (quantization := quantization_of(config)) is not None:
-        check_weights_of(quantization["quant_method"], weights)
-        check_packages(quantization["quant_method"])
-    where, which = located(source)
-    with told(f"cannot load the model '{model_id}'"):
+    config, _ = checkpoint.read_config(model_id)
+    source = checkpoint.source_of(model_id)
+    if (stated := quantization.quantization_of(config)) is not None:
+        quantization.check_weights_of(stated["quant_method"], weights)
+        quantization.check_packages(stated["quant_method"])
+    where, which = checkpoint.located(source)
+    with checkpoint.told(f"cannot load the model '{model_id}'"):
         logging.disable_progress_bar()  # it would garble the caller's
         if not which:
-            check_rules(source)
+            checkpoint.check_rules(source)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **which)
         if tokenizer.chat_template is None and not which:
-            tokenizer.chat_template = template_of(source)
-        found = weight_files(source)
+            tokenizer.chat_template = checkpoint.template_of(source)
+        found = checkpoint.weight_files(source)
         with lifted(lambda: sum(path.stat().st_size for path in found)):
             if which:
                 first = chosen_device if weights == "auto" else torch.device("cpu")
                 model, fingerprint = read_gguf(found[0], config, dtype, first)
-            elif quantization is not None:
+            elif stated is not None:
                 model, fingerprint = read_packed(source, found, config, dtype, chosen_device)
             else:
                 model, fingerprint = _read_weights(source, found, config, dtype)
             if weights == STREAMED:
                 stream(model, chosen_device)
             elif weights != "auto":
-                model = quantise(model, weights, chosen_device)
+                model = quantization.quantise(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
     # A name by which a store finds its model from any folder.
@@ -243,12 +220,11 @@ def wrap(
 
 
 def _read_weights(source: str, found: list[Path], config: Any, dtype: str) -> tuple[Any, str]:
-    """The model on the CPU, all of whose weights are in its files, and their fingerprint."""
     from transformers import __version__
 
     model = whole_model(source, config=config, dtype=DTYPES.get(dtype, "auto"))
     reading = f"weights {FINGERPRINT_VERSION} {config.model_type} {model.dtype} {__version__}"
-    files = [*found, found[0].with_name(CONFIG)]
+    files = [*found, found[0].with_name(checkpoint.CONFIG)]
     return model, cached_fingerprint(files, reading, lambda: weights_hash(model))
 
 
@@ -312,7 +288,7 @@ class Processors:
         self.samples = bool(config.do_sample)
         self._ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
         self._stop = None
-        with told(_NOT_OBEYED):
+        with checkpoint.told(_NOT_OBEYED):
             config.eos_token_id = sorted(ends) or None
             config.pad_token_id = 0  # nothing is padded, and without one there is a warning
             config.max_length = len(tokens) + most
@@ -329,7 +305,7 @@ class Processors:
         """`logits [V]` of the next token, changed."""
         if not self._processors:
             return logits
-        with told(_NOT_OBEYED):  # some look at their tokens only now
+        with checkpoint.told(_NOT_OBEYED):  # some look at their tokens only now
             changed: Tensor = self._processors(self._ids, logits[None].clone())
         return changed[0]
 

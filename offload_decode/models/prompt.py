@@ -103,9 +103,7 @@ def _encoded(tokenizer: Any, text: str, letters: bool) -> list[int]:
         if is_out_of_memory(error) or not (isinstance(error, Exception) or panicked(error)):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"the tokenizer fails on the text ({reason}): fetch the checkpoint again, or use another"
-        ) from error
+        raise ModelError(f"the tokenizer fails on the text ({reason}): fetch the checkpoint again") from error
 
 
 def panicked(error: BaseException) -> bool:
@@ -167,9 +165,7 @@ def _written(special: re.Pattern[str], parts: Sequence[Piece]) -> list[tuple[int
     return places
 
 
-def _runs(
-    tokenizer: Any, special: re.Pattern[str], parts: Sequence[Piece]
-) -> Iterator[tuple[str, int | None]]:
+def _runs(tokenizer: Any, special: re.Pattern[str], parts: list[Piece]) -> Iterator[tuple[str, int | None]]:
     """The text between the templates' special tokens, and these, in turn."""
     text, eats = "", False
     for part in parts:
@@ -278,8 +274,7 @@ def prompt_for(tokenizer: Any) -> Prompt:
             return _chat(tokenizer, join, lambda text: [{"type": "text", "text": text}])
     except (TemplateRefuses, ValueError, IndexError) as error:
         raise ModelError(
-            "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
-            "be prefilled before the question; use a tokenizer without a chat template or with another one"
+            "the chat template of this tokenizer fails or changes the user's text: take another, or none"
         ) from error
 
 
@@ -299,9 +294,7 @@ def _chat(tokenizer: Any, join: Join, content: Callable[[str], Any]) -> Prompt:
 
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that this tokenizer puts before a text by default: it may define a first token and not use
-    it.
-    """
+    """Tokens that this tokenizer puts before any text: it may define a first token and not use it."""
     plain, whole = encode(tokenizer, "a"), list(tokenizer.encode("a"))
     places = range(len(whole) - len(plain) + 1)
     start = next((place for place in places if whole[place : place + len(plain)] == plain), 0)

@@ -11,17 +11,9 @@ from offload_decode.common.errors import ModelError
 from offload_decode.hf.compat import DTYPES, Names, by_own_names, class_of, names_of, unknown_text
 from offload_decode.hf.meta_device import Unfilled
 from offload_decode.hf.user_cache import cached_fingerprint
+from offload_decode.models import quantization
 from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
 from offload_decode.models.fingerprints import file_hash, files_hash
-from offload_decode.models.quantization import (
-    GGUF,
-    hushed,
-    in_dtype,
-    quantization_of,
-    reading,
-    run_once,
-    unquantised,
-)
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 
@@ -33,10 +25,10 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
     found = weight_files(source)
     names = None if which else _names(found, config)
     mapping = None if names is None else names.mapping or None
-    quantization = quantization_of(config)
-    if names is not None and quantization is not None:
-        config.quantization_config = by_own_names(quantization, names)
-    with hushed(), Unfilled():  # what sees and hears is no news
+    stated = quantization.quantization_of(config)
+    if names is not None and stated is not None:
+        config.quantization_config = by_own_names(stated, names)
+    with quantization.hushed(), Unfilled():  # what sees and hears is no news
         told |= {"config": config, "key_mapping": mapping, "use_safetensors": True, **which}
         model, report = class_of(config).from_pretrained(where, output_loading_info=True, **told)
     if missing := sorted(report["missing_keys"]):
@@ -44,7 +36,7 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
             f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
             f"{missing[0]} among them: fetch the checkpoint again"
         )
-    if names is not None and quantization is None:
+    if names is not None and stated is None:
         if unknown := unknown_text(report["unexpected_keys"], names, weight_names(found), model):
             raise ModelError(
                 f"the weights of {source} hold {len(unknown)} that its config.json knows nothing of, "
@@ -58,8 +50,8 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
 def _names(found: list[Path], config: Any) -> Names:
     """How the text model's weights are named in a checkpoint."""
     with Unfilled(), torch.device("meta"):
-        model = class_of(config)._from_config(unquantised(config))
-    if quantization_of(config) is None:
+        model = class_of(config)._from_config(quantization.unquantised(config))
+    if quantization.quantization_of(config) is None:
         _check_held(found, sum(weight.numel() for weight in model.parameters()))
     return names_of(weight_names(found), model)
 
@@ -69,8 +61,7 @@ def _check_held(found: list[Path], parameters: int) -> None:
     held = sum(path.stat().st_size for path in found)
     if parameters > held:  # a number has a byte at the least
         raise ModelError(
-            f"its config.json describes {parameters:,} parameters, and the files of its weights have "
-            f"{held:,} bytes: fetch the checkpoint again"
+            f"its config.json has {parameters:,} parameters, and the files of its weights have {held:,} bytes"
         )
 
 
@@ -78,19 +69,19 @@ def read_packed(
     source: str, found: list[Path], config: Any, dtype: str, device: torch.device
 ) -> tuple[Any, str]:
     """A checkpoint in few bits on its device, and its fingerprint, which is that of its files."""
-    quantization = quantization_of(config) or {}
-    with hushed():
-        how = reading(quantization, device)
-        if quantization["quant_method"] == "fp8" and "quantization_config" in how:
-            _check_blocks(found, quantization)
+    stated = quantization.quantization_of(config) or {}
+    with quantization.hushed():
+        how = quantization.reading(stated, device)
+        if stated["quant_method"] == "fp8" and "quantization_config" in how:
+            _check_blocks(found, stated)
         # In the checkpoint's own first: transformers brings only some of such weights to another.
         model = whole_model(source, config=config, dtype="auto", **how)
-        in_dtype(model, DTYPES.get(dtype, model.dtype))
+        quantization.in_dtype(model, DTYPES.get(dtype, model.dtype))
         if "quantization_config" not in how:
-            run_once(model)
-    known = f"files {FINGERPRINT_VERSION} {quantization['quant_method']}"
+            quantization.run_once(model)
+    known = f"files {FINGERPRINT_VERSION} {stated['quant_method']}"
     files = [*found, found[0].with_name(CONFIG)]
-    return model, cached_fingerprint(files, known, lambda: files_hash(found, quantization))
+    return model, cached_fingerprint(files, known, lambda: files_hash(found, stated))
 
 
 def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tuple[Any, str]:
@@ -100,33 +91,32 @@ def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tupl
     wide: dict[str, Any] = {"dtype": DTYPES.get(dtype, torch.float32), "device_map": {"": device}}
     if hasattr(transformers, "GgufConfig"):  # later releases would keep the blocks, and fetch kernels
         wide["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with hushed():
+    with quantization.hushed():
         model = whole_model(str(path), config=config, **wide)
-    return model, cached_fingerprint([path], f"file {FINGERPRINT_VERSION} {GGUF}", lambda: file_hash(path))
+    return model, cached_fingerprint(
+        [path], f"file {FINGERPRINT_VERSION} {quantization.GGUF}", lambda: file_hash(path)
+    )
 
 
-def _check_blocks(found: list[Path], quantization: dict[str, Any]) -> None:
-    """Transformers would widen a matrix that is not made of whole blocks with scales of the wrong rows, and
-    take weights without scales for what they are not.
-    """
+def _check_blocks(found: list[Path], stated: dict[str, Any]) -> None:
+    """`ModelError` unless in whole blocks with scales: transformers would take those of other rows."""
     from safetensors import safe_open
 
-    block = quantization.get("weight_block_size") or ()
+    block = stated.get("weight_block_size") or ()
     scaled = False
     for path in found:
         if path.suffix != ".safetensors":
             continue
         with safe_open(path, "pt") as file:
             for name in (name for name in file.keys() if name.endswith("_scale_inv")):  # noqa: SIM118
-                scaled = True
-                sizes = file.get_slice(name.removesuffix("_scale_inv")).get_shape()
+                scaled, weight = True, name.removesuffix("_scale_inv")
+                sizes = file.get_slice(weight).get_shape()
                 scales = file.get_slice(name).get_shape()
                 for size, one, step in zip(sizes[-2:], scales[-2:], block, strict=False):
                     if one > 1 and size != one * step:
                         raise ModelError(
-                            f"its FP8 weight {name.removesuffix('_scale_inv')} is not of whole blocks, and "
-                            "such are read on a GPU of compute capability 8.9 or later alone, with kernels: "
-                            "pip install kernels"
+                            f"its FP8 weight {weight} is not of whole blocks, which are read on a GPU of "
+                            "compute capability 8.9 or later alone: pip install kernels"
                         )
     if not scaled:
         raise ModelError(

@@ -48,9 +48,7 @@ def packed_bytes(model: Any, quantization: dict[str, Any], item: int) -> tuple[i
 
 
 def _packed(model: Any, quantization: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The weights that a format packs: of linear layers but the output layer, and of fused experts (MXFP4:
-    of these alone).
-    """
+    """Weights that a format packs: linear layers but the output, and fused experts (MXFP4: these alone)."""
     method, output = quantization["quant_method"], model.get_output_embeddings()
     patterns = [name for field in _SKIPPED for name in quantization.get(field) or () if isinstance(name, str)]
     for name, module in model.named_modules():
@@ -63,9 +61,7 @@ def _packed(model: Any, quantization: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Whether a pattern names a module, as the formats' libraries read it: a name, its start or end, or a
-    regular expression.
-    """
+    """Whether a pattern names a module: by its name, its start or end, or as a regular expression."""
     if name == pattern or name.endswith(f".{pattern}") or name.startswith(f"{pattern}."):
         return True
     try:
@@ -91,9 +87,8 @@ def _bits(quantization: dict[str, Any], rows: int, columns: int) -> float:
         return 4 + (8 + 32 / 256 if twice else 32) / 64
     if method == "compressed-tensors":
         groups = [one["weights"] for one in quantization["config_groups"].values() if one.get("weights")]
-        return max(
-            (one["num_bits"] + 16 / (one.get("group_size") or columns) for one in groups), default=16.0
-        )
+        each = (one["num_bits"] + 16 / (one.get("group_size") or columns) for one in groups)
+        return max(each, default=16.0)
     if method == "torchao":
         four = re.search("int4|fp4|float4", json.dumps(quantization.get("quant_type")), re.IGNORECASE)
         return 4 + 32 / 128 if four else 8 + 32 / columns
@@ -156,9 +151,7 @@ def outline(model_id: str) -> Outline:
         return _counted(model_id)
     versions = [version(library) for library in ("torch", "transformers")]
     key = json.dumps([_FORM, *versions, sha256(bounded(path)).hexdigest()])
-    found = cached(
-        key, lambda: _counted(model_id), lambda own: [asdict(own.shape), *astuple(own)[2:]], _parsed
-    )
+    found = cached(key, lambda: _counted(model_id), lambda it: [asdict(it.shape), *astuple(it)[2:]], _parsed)
     return replace(found, model_id=model_id)
 
 

@@ -29,9 +29,7 @@ _TABLE = "precompiled_charsmap"
 
 
 def check_tokenizer(path: Path) -> None:
-    """`ModelError` for a tokenizer.json whose ids or rules are those of no tokenizer. Read once, while it
-    is unchanged.
-    """
+    """`ModelError` for ids or rules of no tokenizer. A tokenizer.json is read once, while it is unchanged."""
 
     def checked() -> str:
         try:

@@ -7,8 +7,7 @@ noted, with the line that asked for it.
 """
 
 from tests.card.device import Card
-from tests.card.present import stand_in
-from tests.card.references import references
+from tests.card.present import references, stand_in
 from tests.card.streams import Waited
 
 __all__ = ["Card", "Waited", "references", "stand_in"]

@@ -9,11 +9,10 @@ from numba.extending import typeof_impl
 from torch import Tensor
 
 from tests.card import rules
-from tests.card.memory import Memory
 from tests.card.rules import name_of, tensors
-from tests.card.streams import Seen, Stream, Waited, done
-from tests.card.transfers import Transfers, address
+from tests.card.streams import Memory, Seen, Stream, Transfers, Waited, address, done
 
+Args, Named = tuple[Any, ...], dict[str, Any]
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
 
 
@@ -21,9 +20,7 @@ class DeviceTensor(Tensor):
     """A tensor of the stand-in. Its memory is the host's, of which nobody outside this room is told."""
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """Every function of torch, in threads beside that of `stand_in` too."""
         if Card.present is None:
             raise RuntimeError("a tensor of a stand-in device has outlived it")
@@ -43,7 +40,7 @@ def _refuse_address(address: Address, context: object) -> None:
 
 
 class Card:
-    """The device, with so many bytes of memory. `waits`: every time that the host waited for it, in order."""
+    """The device, with so many bytes of memory."""
 
     present: Card | None = None
 
@@ -59,7 +56,7 @@ class Card:
         """Every time that the host waited for the device, in order."""
         return self.order.waits
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Any, args: Args, kwargs: Named) -> Any:
         """A function of torch, with tensors of either side."""
         with torch._C.DisableTorchFunctionSubclass():
             name, given = name_of(function), tensors((args, kwargs))
@@ -86,9 +83,7 @@ class Card:
                     self._wrote(part, work)
             return [part.as_subclass(Tensor) if isinstance(part, DeviceTensor) else part for part in args]
 
-    def _with_host(
-        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
-    ) -> Any:
+    def _with_host(self, function: Any, name: str, args: Args, kwargs: Named, given: list[Tensor]) -> Any:
         """A function that was given no tensor of the device; it may make one."""
         kwargs = dict(kwargs)
         pin = name == "pin_memory" or bool(kwargs.pop("pin_memory", False))
@@ -114,9 +109,7 @@ class Card:
                 self.order.graph.note(function, args, kwargs | {"device": CUDA}, result)
         return result
 
-    def _with_device(
-        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
-    ) -> Any:
+    def _with_device(self, function: Any, name: str, args: Args, kwargs: Named, given: list[Tensor]) -> Any:
         """A function that was given some tensor of the device."""
         if name in rules.REFUSED:
             raise TypeError(rules.REFUSED[name])
@@ -139,9 +132,7 @@ class Card:
         self._check_sides(name, args, given)
         return self._computed(function, name, args, kwargs, given)
 
-    def _computed(
-        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
-    ) -> Any:
+    def _computed(self, function: Any, name: str, args: Args, kwargs: Named, given: list[Tensor]) -> Any:
         device = kwargs.get("device")
         away = device is None or torch.device(device).type == "cuda"
         if device is not None and away:
@@ -178,7 +169,7 @@ class Card:
             self.order.graph.note(function, args, kwargs, result)
         return result
 
-    def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _moved(self, name: str, args: Args, kwargs: Named) -> Any:
         """`to`, `cpu`, `cuda`."""
         tensor = args[0]
         here, (device, dtype, non_blocking) = isinstance(tensor, DeviceTensor), _target(name, args, kwargs)
@@ -202,14 +193,15 @@ class Card:
 
     def _copied(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
         """From one side to the other."""
-        if isinstance(target, DeviceTensor):
-            self._check_order("copy", target)
+        sent = isinstance(target, DeviceTensor)
+        self._check_order("copy", target if sent else source)
+        if sent:
             self._check_unread("copy", target)
-            work = self.transfers.send(target.as_subclass(Tensor), source, non_blocking)
+        plain = target.as_subclass(Tensor), source.as_subclass(Tensor)
+        work = self.transfers.copy(*plain, non_blocking, sent)
+        if sent:
             self._wrote(target, work)
         else:
-            self._check_order("copy", source)
-            work = self.transfers.fetch(target, source.as_subclass(Tensor), non_blocking)
             self._read.setdefault(address(source), {}).update(work)
 
     def _set_across(self, target: Tensor, places: Any, value: Any) -> bool:
@@ -231,7 +223,7 @@ class Card:
         memo[id(tensor)] = copy
         return copy
 
-    def _check_sides(self, name: str, args: tuple[Any, ...], given: list[Tensor]) -> None:
+    def _check_sides(self, name: str, args: Args, given: list[Tensor]) -> None:
         """Raises where torch would; places may lie on the host, which sends them."""
         places: list[Tensor] = []
         if name in ("__getitem__", "__setitem__") and isinstance(args[0], DeviceTensor):
@@ -239,10 +231,7 @@ class Card:
             given = [args[0], *tensors(args[2:])]
         others = [part for part in given if not isinstance(part, DeviceTensor) and part.device == HOST]
         if any(part.ndim or name in rules.JOINS for part in others):
-            raise RuntimeError(
-                f"{name}: expected all tensors to be on the same device, but found at least two devices, "
-                "cuda:0 and cpu"
-            )
+            raise RuntimeError(f"{name}: expected all tensors on the same device, but found cuda:0 and cpu")
         if any(part.ndim for part in places):
             self._wait("sent", name)
 
@@ -254,9 +243,7 @@ class Card:
 
     def _check_unread(self, name: str, part: Tensor) -> None:
         if part.numel() and not done(self.order.current.seen, self._read.get(address(part), {})):
-            raise RuntimeError(
-                f"{name}: writes what another stream still reads, without having waited for it"
-            )
+            raise RuntimeError(f"{name}: writes what another stream still reads, without having waited")
 
     def _check_arrived(self, name: str, given: list[Tensor], views: Any = ()) -> None:
         if rules.looks(name):
@@ -284,9 +271,7 @@ class Card:
 _SAID = {".device": CUDA, ".is_cuda": True, ".is_cpu": False, "get_device": 0, "is_pinned": False}
 
 
-def _target(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.device | None, torch.dtype | None, bool]:
+def _target(name: str, args: Args, kwargs: Named) -> tuple[torch.device | None, torch.dtype | None, bool]:
     """Where `to`, `cpu` and `cuda` bring a tensor, as what, and whether the host goes on meanwhile."""
     non_blocking = bool(kwargs.get("non_blocking", False))
     if name != "to":

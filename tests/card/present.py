@@ -1,7 +1,8 @@
-"""`stand_in`: torch has a CUDA device, though there is none."""
+"""`stand_in`: torch has a CUDA device, though there is none. `references`: one arithmetic for both."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,11 +13,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from offload_decode import attention
+from offload_decode.attention import dense, device_tokens, pages_reference
+from offload_decode.attention import pages as dispatch
+from offload_decode.attention.state import attend
 from tests.card.device import Card
-from tests.card.graphs import Graph
-from tests.card.streams import Event
+from tests.card.streams import Event, Graph
 
 MEMORY = 1 << 40
 """Bytes of a stand-in that is to have room for everything."""
@@ -51,9 +56,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.card = card
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if Card.present is not self.card:  # in a thread that goes on after it
             return function(*args, **(kwargs or {}))
         return self.card.call(function, args, kwargs or {})
@@ -118,3 +121,35 @@ def _launching(card: Card, run: Callable[..., Any]) -> Callable[..., Any]:
         return run(executor, *given[: len(args)], **dict(zip(names, given[len(args) :], strict=True)))
 
     return launched
+
+
+_DEVICE = "offload_decode.attention.pages_device"
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Within the block attention and Quest's pages are computed by their references, on both."""
+    same = {name: getattr(pages_reference, name) for name in ("page_scores", "top_pages")}
+    pages = SimpleNamespace(**same, attend_pages=_attend_pages)
+    known = sys.modules.get(_DEVICE)
+    with (
+        mock.patch.object(dense, "_fused", attend),
+        mock.patch.object(dispatch, "pages_host", pages),
+        mock.patch.object(device_tokens, "_by_program", device_tokens.reference),
+        # Where it was imported, and where it is imported for the first time. (`mock.patch.dict` would also
+        # forget what else is imported meanwhile.)
+        mock.patch.object(attention, "pages_device", pages, create=True),
+    ):
+        sys.modules[_DEVICE] = pages  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del sys.modules[_DEVICE]
+            if known is not None:
+                sys.modules[_DEVICE] = known
+
+
+def _attend_pages(query: Tensor, keys: Any, values: Any, pages: Tensor, page_size: int, *more: Any) -> Any:
+    if not isinstance(keys, Tensor):
+        keys, values, pages = dispatch.gather_pages(keys, values, pages, page_size, query.device)
+    return pages_reference.attend_pages(query, keys, values, pages, page_size, *more)

@@ -20,29 +20,11 @@ REFUSED = {
 MOVES = frozenset(["to", "cpu", "cuda"])
 """Functions that bring a tensor to the other side."""
 
-READS = frozenset(
-    [
-        "item",
-        "tolist",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-        "__repr__",
-        "__format__",
-        "is_nonzero",
-        "nonzero",
-        "argwhere",
-        "equal",
-        "allclose",
-        "unique",
-        "unique_consecutive",
-        "masked_select",
-        "bincount",
-    ]
-)
+READS = {
+    *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
+    *("__repr__", "__format__", "is_nonzero", "nonzero", "argwhere", "equal", "allclose", "unique"),
+    *("unique_consecutive", "masked_select", "bincount"),
+}
 """Functions whose result the host needs, or whose shape it does, so that it waits for the device."""
 
 JOINS = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
@@ -51,30 +33,11 @@ JOINS = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", 
 LIKE_FIRST = frozenset(["expand_as", "view_as", "reshape_as"])
 """Functions whose result lies where their first tensor does, wherever the other is."""
 
-LOOKS = frozenset(
-    [
-        "__len__",
-        "__hash__",
-        "data_ptr",
-        "untyped_storage",
-        "is_pinned",
-        "dim",
-        "ndimension",
-        "size",
-        "stride",
-        "numel",
-        "nelement",
-        "element_size",
-        "storage_offset",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_inference",
-        "get_device",
-        "requires_grad_",
-        "_has_compatible_shallow_copy_type",
-    ]
-)
+LOOKS = {
+    *("__len__", "__hash__", "data_ptr", "untyped_storage", "is_pinned", "dim", "ndimension", "size"),
+    *("stride", "numel", "nelement", "element_size", "storage_offset", "is_contiguous", "is_floating_point"),
+    *("is_complex", "is_inference", "get_device", "requires_grad_", "_has_compatible_shallow_copy_type"),
+}
 """Functions that touch no number of a tensor; nor does the reading of an attribute."""
 
 WIDER = {"histc": lambda x, *args, **kwargs: torch.histc(x.float(), *args, **kwargs).to(x.dtype)}

@@ -14,48 +14,31 @@ from offload_decode.engine.batching import Turn, packing_key, run_turns
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import registry
-from offload_decode.types import Document
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import random_ids, served_model, token_store
 
 STORED = (45, 70)
-PACKED = [
-    "dense",
-    "keydiff",
-    "lessismore",
-    "loki",
-    "oracle",
-    "quest",
-    "quest+topk",
-    "sparq",
-    "streaming",
-    "topk",
-]
+PACKED = {"dense", "keydiff", "lessismore", "loki", "oracle"}
+PACKED |= {"quest", "quest+topk", "sparq", "streaming", "topk"}
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
     """Opens one of two stores of a model with windows, sinks and full layers; both share its weights."""
-    folder = tmp_path_factory.mktemp("joint")
-    loaded = wrap(text_model(family="gpt-oss"), tiny_tokenizer())
-    for tokens in STORED:
-        ids = np.random.default_rng(tokens).integers(3, 250, tokens).astype(np.int32)
-        where, documents = folder / str(tokens), [Document("all", 0, tokens)]
-        prefill_tokens(loaded, ids, documents, where, Settings(options={"chunk": 16}))
+    folder, loaded = tmp_path_factory.mktemp("joint"), served_model("gpt-oss")
+    stores = [token_store(folder / str(own), loaded, random_ids(own, own), chunk=16) for own in STORED]
 
     def opened(which=0, selector="topk", **options):
         if selector == "topk":
             options = {"budget": "20"} | options
-        return Engine.open(folder / str(STORED[which]), loaded, selector=selector, options=options)
+        return Engine.open(stores[which], loaded, selector=selector, options=options)
 
     return opened
 
 
 def made(count, seed=0):
     """So many ids."""
-    return np.random.default_rng(seed).integers(3, 250, count).tolist()
+    return random_ids(count, seed).tolist()
 
 
 def check_equal(turns, alone):
@@ -127,13 +110,13 @@ def test_other_options_on_one_host_are_searched_apart(opened):
 
 
 def test_selectors_and_budgets_meet_in_one_pass(opened, passes):
-    kinds = [
-        ("topk", {"budget": "9"}),
-        ("dense", {}),
-        ("quest", {"budget": "16"}),
-        ("topk", {"tail": "sample"}),
-    ]
-    talks = [opened(1, selector, **options) for selector, options in kinds for _ in range(2)]
+    kinds = (
+        opened(1, budget="9"),
+        opened(1, "dense"),
+        opened(1, "quest", budget="16"),
+        opened(1, tail="sample"),
+    )
+    talks = [engine.fork() for engine in kinds for _ in range(2)]
     check_equal([Turn(talk, made(3)) for talk in talks], [talk.fork() for talk in talks])
     assert passes == [8]
 
@@ -206,9 +189,8 @@ def test_continuous_batching_equals_answers(opened):
     """Questions join and leave between the steps of others."""
     engines = [opened(0), opened(1), opened(1, "quest", budget="32")]
     rng = random.Random(0)
-    asked = [
-        (rng.choice(engines), f"Question {i}, " * rng.randint(1, 4), rng.randint(2, 12)) for i in range(12)
-    ]
+    questions = [f"Question {i}, " * rng.randint(1, 4) for i in range(12)]
+    asked = [(rng.choice(engines), question, rng.randint(2, 12)) for question in questions]
     expected = [engine.answer(question, most).tokens for engine, question, most in asked]
     found = [[] for _ in asked]
     waiting, running = list(range(len(asked))), {}

@@ -141,12 +141,11 @@ def test_a_batch_cites_as_one_by_one(folder):
 def _cited(folder, mass, **most):
     engine = Engine.open(folder / "store")
     watch = Watch(engine.prefix.host)
-    starts = {one.name: one.start for one in engine.store.documents}
-    texts = {
-        one.name: engine.decode(engine.store.tokens[one.start : one.end]) for one in engine.store.documents
-    }
+    documents = {one.name: one for one in engine.store.documents}
     for (name, piece), share in mass.items():
-        watch.mass[starts[name] + texts[name].index(piece)] += share  # a byte a token
+        one = documents[name]
+        text = engine.decode(engine.store.tokens[one.start : one.end])
+        watch.mass[one.start + text.index(piece)] += share  # a byte a token
     return cite(watch, engine.store, engine.tokenizer, **most), engine
 
 

@@ -20,7 +20,7 @@ from offload_decode.kv.host_cache import HostKV
 from offload_decode.store.base import StoreRange, ranges
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved, text_model
 
 SHAPE = ModelShape.uniform((LayerKind.FULL,) * 2, query_heads=4, kv_heads=2, head_dim=8)
 CPU = torch.device("cpu")
@@ -40,9 +40,8 @@ def scattered(store: Any, parts: int, selector: str, options: dict[str, Any], **
     ]
 
     def ask(layer: int, query: Tensor, scaling: float, softcap: float | None) -> Promised:
-        return lambda: [
-            (prefix.attend(layer, query, scaling, softcap), prefix.take_stats()) for prefix in prefixes
-        ]
+        asked = layer, query, scaling, softcap
+        return lambda: [(prefix.attend(*asked), prefix.take_stats()) for prefix in prefixes]
 
     return ScatteredPrefix(StoredPrefix.over(HostKV(store, CPU), SHAPE, selector, options), ask)
 
@@ -120,17 +119,14 @@ def prefilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from offload_decode.prefill_jobs.job import Settings, prefill
 
     folder = tmp_path_factory.mktemp("scattered")
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    text_model(family="gemma2", num_hidden_layers=4, layer_types=kinds).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    kinds = ["sliding_attention", "full_attention"] * 2
+    saved(text_model(family="gemma2", num_hidden_layers=4, layer_types=kinds), folder / "model")
     (folder / "corpus.txt").write_text("one two three four five six seven. " * 9)
     prefill(str(folder / "corpus.txt"), model=str(folder / "model"), out=folder / "a.kv", settings=Settings())
     return folder / "a.kv"
 
 
-def test_an_answer_from_parts_is_that_of_the_whole_store(
-    prefilled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_from_parts_is_that_of_the_whole_store(prefilled: Path, monkeypatch: Any) -> None:
     engine = Engine.open(prefilled, selector="dense")
     shape = engine.store.manifest.shape
     monkeypatch.setitem(globals(), "SHAPE", shape)

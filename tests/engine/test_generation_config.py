@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from offload_decode.engine.engine import Engine
-from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
-from offload_decode.types import Document
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import served_model, token_store
 
 N, NEW = 30, 14
 QUESTIONS = ["Who jumps, and who jumps?", "Why", "Over what does it jump, and how often?"]
@@ -36,39 +32,30 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generation") / "store"
-    served = wrap(text_model(family="gemma2"), tiny_tokenizer())
-    prefill_tokens(served, np.arange(3, 3 + N, dtype=np.int32), [Document("all", 0, N)], folder)
-    return folder
+    return token_store(folder, served_model("gemma2"), range(3, 3 + N))
 
 
 @pytest.fixture
 def engine(store):
-    return Engine.open(store, wrap(text_model(family="gemma2"), tiny_tokenizer()))
+    return Engine.open(store, served_model("gemma2"))
 
 
 def generated(engine, question, **settings):
     """Token ids by transformers' own loop, without the end token."""
     inputs = engine.inputs(question)
-    out = engine.loaded.model.generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **settings
-    )
+    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **settings}
+    out = engine.loaded.model.generate(**inputs, **how)
     tokens = out[0, inputs["input_ids"].shape[1] :].tolist()
     return tuple(tokens[:-1] if tokens[-1] in engine.end_tokens else tokens)
 
 
 def configured(engine, settings):
     first = engine.answer(QUESTIONS[0], NEW).tokens
-    meant = {
-        "the first answer": sorted(set(first)),
-        "pairs of the first answer": [list(pair) for pair in pairwise(first)],
-        "against the first answer": [[[token], -100.0] for token in sorted(set(first))],
-    }
-    for name, value in settings.items():
-        setattr(
-            engine.loaded.model.generation_config,
-            name,
-            meant.get(value, value) if type(value) is str else value,
-        )
+    known = sorted(set(first))
+    meant = {"the first answer": known, "pairs of the first answer": [list(pair) for pair in pairwise(first)]}
+    meant["against the first answer"] = [[[token], -100.0] for token in known]
+    told = {name: meant[value] if type(value) is str else value for name, value in settings.items()}
+    engine.loaded.model.generation_config.update(**told)
     return first
 
 

@@ -126,10 +126,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                own = tensor.untyped_storage()
-                type(self).bytes = max(type(self).bytes, own.nbytes())
+        sizes = [one.untyped_storage().nbytes() for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+        type(self).bytes = max(type(self).bytes, *sizes, 0)
         return made
 
 

@@ -106,8 +106,7 @@ def test_a_budget_of_everything_is_dense_and_a_small_one_is_not(folder, engine):
 
 def test_a_long_answer_outlives_the_stored_tokens(folder, engine):
     small = Engine.open(folder / "store", selector=engine.selector.name, options={"budget": "5"})
-    answer = small.answer(QUESTIONS[1], max_new_tokens=12)
-    assert len(answer.tokens) == 12
+    assert len(small.answer(QUESTIONS[1], max_new_tokens=12).tokens) == 12
 
 
 def test_beams_and_batches_are_refused(engine):
@@ -163,9 +162,8 @@ def test_a_cache_of_ones_own_is_not_cropped(engine):
 
 def test_a_conversation_that_may_be_paged_is_asked_one_by_one(folder, monkeypatch):
     monkeypatch.setattr(quest, "WHOLE_GENERATED", 20)
-    engine = Engine.open(
-        folder / "store", selector="quest", options={"budget": "6", "dense_layers": "", "page_size": 4}
-    )
+    options = {"budget": "6", "dense_layers": "", "page_size": 4}
+    engine = Engine.open(folder / "store", selector="quest", options=options)
     engine.extend([5, 6, 7] * 10)
     alone = [engine.answer(question, max_new_tokens=12).tokens for question in QUESTIONS]
     assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=12)] == alone

@@ -10,10 +10,8 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store import KVStore, MemoryStore
-from offload_decode.types import Document
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, token_store
 
 N = 60
 
@@ -21,8 +19,8 @@ N = 60
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def stores(request, tmp_path_factory):
     """A model with its store on disk and in memory; of a sliding layer only the window's rows are known."""
-    served, path = wrap(tiny_model(request.param)), tmp_path_factory.mktemp("stores") / "s"
-    prefill_tokens(served, np.arange(3, 3 + N, dtype=np.int32), [Document("all", 0, N)], path)
+    served = wrap(tiny_model(request.param))
+    path = token_store(tmp_path_factory.mktemp("stores") / "s", served, range(3, 3 + N))
     disk, shape = KVStore.open(path), served.shape
     heads = range(shape.kv_heads)
     arrays = []

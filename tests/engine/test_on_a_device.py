@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,12 +13,11 @@ from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.sampler import Sampler
 from offload_decode.hf import cuda_graphs
-from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest, registry
 from offload_decode.types import Document
 from tests.card import stand_in
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import random_ids, served_model
 
 N, LAYERS = 60, 2
 QUESTION = [5, 6, 7]
@@ -27,9 +25,8 @@ EVICTING = ("h2o", "tova")
 QUESTIONS = ["Who?", "What is it, and how often?", "Why"]
 
 
-def model(family: str = "llama"):
-    changes = {"num_hidden_layers": LAYERS} if family == "llama" else {}
-    return text_model(family=family, **changes)
+FAMILIES = {"llama": {"num_hidden_layers": LAYERS}, "gemma2": {}}
+ATTEND = ["host", "device", "pinned"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +37,15 @@ def _plain_passes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def hosts():
-    return {family: wrap(model(family), tiny_tokenizer()) for family in ("llama", "gemma2")}
+    return {family: served_model(family, **changes) for family, changes in FAMILIES.items()}
 
 
 @pytest.fixture(scope="module")
 def stores(hosts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("device")
-    ids = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
     documents = [Document("first", 0, 25), Document("second", 25, N)]
     for family, loaded in hosts.items():
-        prefill_tokens(loaded, ids, documents, folder / family, Settings(options={"chunk": 32}))
+        prefill_tokens(loaded, random_ids(N), documents, folder / family, Settings(options={"chunk": 32}))
     return folder
 
 
@@ -57,7 +53,7 @@ def stores(hosts, tmp_path_factory):
 def devices():
     """The models on a device, which is there where a test has one."""
     with stand_in():
-        return {family: wrap(model(family).to("cuda"), tiny_tokenizer()) for family in ("llama", "gemma2")}
+        return {family: served_model(family, "cuda", **changes) for family, changes in FAMILIES.items()}
 
 
 @pytest.fixture
@@ -79,7 +75,7 @@ def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
     assert torch.equal(one, other.cpu())
 
 
-@pytest.mark.parametrize("attend", ["host", "device", "pinned"])
+@pytest.mark.parametrize("attend", ATTEND)
 @pytest.mark.parametrize("selector", sorted(registry.names()))
 def test_every_selector_gives_the_hosts_logits_and_waits_once_a_layer(card, opened, selector, attend):
     on_host, on_device = opened(selector, attend)
@@ -111,7 +107,7 @@ def test_every_selector_gives_the_hosts_logits_and_waits_once_a_layer(card, open
     ],
     ids=str,
 )
-@pytest.mark.parametrize("attend", ["host", "device", "pinned"])
+@pytest.mark.parametrize("attend", ATTEND)
 def test_options_of_selectors_give_the_hosts_logits(card, opened, selector, options, attend):
     on_host, on_device = opened(selector, attend, **options)
     for tokens in (QUESTION, [8]):
@@ -135,8 +131,8 @@ def test_auto_measures_both_places(card, opened):
     assert {"host", "device", "pinned"} <= set(measured)
 
 
-@pytest.mark.parametrize("attend", ["host", "device", "pinned"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_batch_answers_and_cites_as_on_the_host(card, opened, family, attend):
     on_host, on_device = opened(attend=attend, family=family)
     one, other = (engine.answer_many(QUESTIONS, 3, cites=True) for engine in (on_host, on_device))
@@ -154,7 +150,7 @@ def test_an_answer_that_is_drawn_and_cited_is_the_hosts(card, opened, selector):
     assert (one.tokens, one.citations) == (other.tokens, other.citations)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_conversations_in_one_pass_give_the_hosts_logits(card, opened, family):
     runs = []
     for engine in opened(family=family):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,19 +14,13 @@ from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.hf import attention
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
-from offload_decode.types import Document
-from tests.tiny import tiny_model
-
-N = 60
+from tests.tiny import tiny_model, token_store
 
 
 @pytest.fixture
 def engine(tmp_path):
     served = wrap(tiny_model("llama", num_hidden_layers=2))
-    tokens = np.arange(3, 3 + N, dtype=np.int32)
-    prefill_tokens(served, tokens, [Document("all", 0, N)], tmp_path / "store")
-    return Engine.open(tmp_path / "store", served, options={"budget": 7})
+    return Engine.open(token_store(tmp_path / "store", served, range(3, 63)), served, options={"budget": 7})
 
 
 @pytest.fixture

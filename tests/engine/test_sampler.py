@@ -27,11 +27,14 @@ def test_the_highest_temperatures_are_uniform(temperature):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": value} for value in (-1, float("inf"), float("nan"))]
-    + [{"top_p": value} for value in (0, -1, 1.1, float("nan"))],
+    [
+        *({"temperature": wrong} for wrong in (-1, math.nan, math.inf)),
+        *({"top_p": wrong} for wrong in (0, -1, 1.01, math.nan)),
+        *({"seed": wrong} for wrong in (-1, 2**64)),
+    ],
 )
-def test_what_is_no_temperature_and_no_share_is_refused(settings):
-    with pytest.raises(ConfigError):
+def test_sampling_that_makes_no_sense_is_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
         Sampler(**settings)
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
-from offload_decode.types import Document
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import random_ids, served_model, token_store
 
 N, NEW = 200, 6
 QUESTIONS = [f"Who was the {number}th?" for number in range(8)]
@@ -22,11 +18,9 @@ QUESTIONS = [f"Who was the {number}th?" for number in range(8)]
 
 @pytest.fixture(scope="module", params=["topk", "h2o", "quest"])
 def engine(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("threads") / "store"
-    served = wrap(text_model(family="gemma2"), tiny_tokenizer())
-    tokens = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
-    prefill_tokens(served, tokens, [Document("all", 0, N)], folder)
-    return Engine.open(folder, served, selector=request.param, options={"budget": "48"})
+    served = served_model("gemma2")
+    store = token_store(tmp_path_factory.mktemp("threads") / "store", served, random_ids(N))
+    return Engine.open(store, served, selector=request.param, options={"budget": "48"})
 
 
 def test_threads_may_answer_at_a_time(engine):

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +13,7 @@ import offload_decode
 from offload_decode.common.rows import threads
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
-from offload_decode.types import Document
+from tests.tiny import random_ids, token_store
 
 ROOT = Path(offload_decode.__file__).resolve().parents[1]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("offload_decode", "indexes"))
@@ -24,9 +22,8 @@ ROOMS = tuple(f"{ROOT / room}/" for room in ("offload_decode", "indexes"))
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> list[CodeType]:
     """What the third token of an answer of the demo model enters, in order, comprehensions left out."""
-    loaded, store = load("demo", "cpu"), tmp_path_factory.mktemp("walk") / "store"
-    ids = np.random.default_rng(5).integers(3, 250, 600).astype(np.int32)
-    prefill_tokens(loaded, ids, [Document("all", 0, len(ids))], store, Settings(options={"chunk": 512}))
+    loaded = load("demo", "cpu")
+    store = token_store(tmp_path_factory.mktemp("walk") / "store", loaded, random_ids(600, 5), chunk=512)
     engine = Engine.open(store, loaded, selector="topk", options={"budget": "64"})
     answer = engine.generate(engine.extend([5, 6, 7, 8]), 10)
     next(answer), next(answer)

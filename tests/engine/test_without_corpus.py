@@ -11,28 +11,20 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.batching import Turn, packing_key, run_turns
 from offload_decode.engine.engine import without_corpus
 from offload_decode.models.loading import wrap
-from tests.families import SERVED, VOCAB
-from tests.tiny import tiny_model
+from tests.families import SERVED, VOCAB, slow_but
+from tests.tiny import eager, tiny_model
 
 FEW = ["llama", "gpt-oss", "llama4", "deepseek_v3", "qwen3_next", "gpt2"]
 NEW = 5
 
-families = pytest.mark.parametrize(
-    "family",
-    [
-        family if family in FEW else pytest.param(family, marks=pytest.mark.slow)
-        for family in SERVED
-        if family != "phi3-longrope"  # it has a test of its own
-    ],
-)
+# Longrope has a test of its own.
+families = pytest.mark.parametrize("family", slow_but(FEW, [own for own in SERVED if own != "phi3-longrope"]))
 
 
 @cache
 def made(family):
     """A conversation, and the model that it must equal."""
-    plain = tiny_model(family)
-    plain.set_attn_implementation("eager")
-    return without_corpus(wrap(tiny_model(family))), plain
+    return without_corpus(wrap(tiny_model(family))), eager(tiny_model(family))
 
 
 @pytest.fixture
@@ -83,12 +75,8 @@ def test_several_of_them_share_a_pass_where_the_model_allows_it(family, ids):
     root, plain = made(family)
     talks = [root.fork() for _ in range(3)]
     for start, lengths in ((0, (1, 12, 3)), (12, (1, 1, 9))):
-        logits = run_turns(
-            [
-                Turn(talk, ids[0, start : start + length].tolist())
-                for talk, length in zip(talks, lengths, strict=True)
-            ]
-        )
+        asked = (ids[0, start : start + length].tolist() for length in lengths)
+        logits = run_turns([*map(Turn, talks, asked)])
         for talk, own in zip(talks, logits, strict=True):
             expected = plain_logits(plain, torch.tensor([talk.tokens]))[-1]
             torch.testing.assert_close(own, expected, atol=1e-4, rtol=0)

@@ -4,14 +4,17 @@ exactness suite, and its switches on.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from typing import Any
+
+import pytest
 
 from offload_decode.hf.compat import generate_name
 from tests.families import dense, experts, recurrent
 from tests.families.common import VOCAB, Family
 
-__all__ = ["FAMILIES", "KINDS", "LISTED", "PLAIN", "REFUSED", "SERVED", "VOCAB", "config_of", "model_class"]
+__all__ = ["FAMILIES", "KINDS", "LISTED", "PLAIN", "SERVED", "VOCAB", "config_of", "model_class", "slow_but"]
 
 LISTED: dict[str, Family] = {
     name: family for module in (dense, experts, recurrent) for name, family in module.FAMILIES.items()
@@ -79,6 +82,11 @@ def _served() -> list[str]:
     if generate_name() != "cache":
         refused |= _REFUSED_IN_5_23
     return [name for name in FAMILIES if name not in refused]
+
+
+def slow_but(few: Collection[str], names: Iterable[str]) -> list[Any]:
+    """Parameters of a test that is slow for all names but a few."""
+    return [name if name in few else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 SERVED = _served()

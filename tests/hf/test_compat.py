@@ -5,26 +5,21 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, generate_name, in_its_name
-from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
-from offload_decode.types import Document
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import served_model, token_store
 
 ASKED = torch.tensor([[5, 9, 7]])
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    served = wrap(text_model(), tiny_tokenizer())
-    folder = tmp_path_factory.mktemp("arguments") / "store"
-    prefill_tokens(served, np.arange(3, 33, dtype=np.int32), [Document("all", 0, 30)], folder)
-    return Engine.open(folder, served, selector="dense")
+    served = served_model()
+    store = token_store(tmp_path_factory.mktemp("arguments") / "store", served, range(3, 33))
+    return Engine.open(store, served, selector="dense")
 
 
 class Older:
@@ -40,11 +35,8 @@ class Wrapper:
 
 
 def test_a_class_says_its_name_and_a_wrapper_takes_that_of_generate() -> None:
-    assert [cache_name(kind) for kind in (Older, Newer, Wrapper)] == [
-        "past_key_values",
-        "cache",
-        generate_name(),
-    ]
+    names = [cache_name(kind) for kind in (Older, Newer, Wrapper)]
+    assert names == ["past_key_values", "cache", generate_name()]
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)

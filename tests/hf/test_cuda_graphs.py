@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +15,7 @@ from offload_decode.hf import cuda_graphs
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.cuda_graphs import GraphPass, report
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import random_ids, text_model, tiny_tokenizer, token_store
 
 N = 40
 SERVED = ["llama", "gemma2", "gemma3", "mistral", "olmo2", "qwen3"]
@@ -29,19 +28,26 @@ def opened(card, tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "WORTH", 2)
 
     def opened(family: str, change=lambda model: None, **changes) -> tuple[Engine, Engine]:
-        ids = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
         engines = []
         for device in ("cpu", "cuda"):
             model = text_model(family=family, **changes)
             change(model)
             loaded = wrap(model.to(device), tiny_tokenizer())
             if device == "cpu":
-                prefill_tokens(loaded, ids, (), tmp_path / family, Settings(options={"chunk": 16}))
+                token_store(tmp_path / family, loaded, random_ids(N), chunk=16)
             engines.append(Engine.open(tmp_path / family, loaded, selector="topk", options=OPTIONS))
         engines[0].prefix.host.placement.attend = engines[1].prefix.host.placement.attend = "host"
         return engines[0], engines[1]
 
     return opened
+
+
+@pytest.fixture
+def written(opened):
+    """An engine on the device that has captured a pass of one token."""
+    _, engine = opened("llama")
+    write(engine, 5, 9)
+    return engine
 
 
 def passes(engine: Engine) -> dict:
@@ -81,13 +87,11 @@ def test_half_precision_is_captured(opened):
     torch.testing.assert_close(engine.extend([9]).cpu(), with_graphs.cpu(), rtol=2e-2, atol=2e-2)
 
 
-def test_a_replayed_graph_runs_nothing_of_the_decoder(opened, monkeypatch):
-    _, engine = opened("llama")
-    write(engine, 5, 9)
-    monkeypatch.setattr(engine.loaded.model.base_model.norm, "forward", None)
-    engine.extend([9])
+def test_a_replayed_graph_runs_nothing_of_the_decoder(written, monkeypatch):
+    monkeypatch.setattr(written.loaded.model.base_model.norm, "forward", None)
+    written.extend([9])
     with pytest.raises(TypeError):
-        engine.extend([9, 10])
+        written.extend([9, 10])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -96,13 +100,8 @@ def test_packed_passes_are_captured_by_their_tokens(opened, family):
     for engine in opened(family):
         forks = [engine.fork() for _ in range(3)]
         rounds = [[[5, 6], [7], [8, 9, 10]], *([[n], [n + 1], [n + 2]] for n in range(11, 16))]
-        runs.append(
-            [
-                logits
-                for each in rounds
-                for logits in run_turns([Turn(*own) for own in zip(forks, each, strict=True)])
-            ]
-        )
+        passed = (run_turns([*map(Turn, forks, each)]) for each in rounds)
+        runs.append([*chain.from_iterable(passed)])
     for one, other in zip(*runs, strict=True):
         assert_same(one, other)
     assert list(passes(engine)) == [(1, 3, 1)]
@@ -114,11 +113,9 @@ def test_beams_are_captured_and_padded_rows_run_as_before(opened, family, change
     questions = ["Who?", "What is it?"]
     one, other = (engine.answer_many(questions, 5) for engine in (on_host, on_device))
     assert [own.tokens for own in one] == [own.tokens for own in other]
-    out = [
-        engine.loaded.model.generate(**engine.inputs("Why"), max_new_tokens=6, do_sample=False, num_beams=2)
-        for engine in (on_host, on_device)
-    ]
-    assert out[0].tolist() == out[1].tolist()
+    beams = {"max_new_tokens": 6, "do_sample": False, "num_beams": 2}
+    one, other = (e.loaded.model.generate(**e.inputs("Why"), **beams) for e in (on_host, on_device))
+    assert one.tolist() == other.tolist()
     assert [2, 1] in report(on_device.loaded.model.base_model)["passes"]
 
 
@@ -190,10 +187,8 @@ def test_what_changes_in_a_model_is_not_served_from_graphs_of_before(opened, cha
 
 
 @pytest.mark.parametrize("asked", [{"output_hidden_states": True}, {"return_dict": False}])
-def test_what_is_asked_for_besides_is_given(opened, asked):
-    _, engine = opened("llama")
-    write(engine, 5, 9)
-    decoder, cache = engine.loaded.model.base_model, engine.new_cache()
+def test_what_is_asked_for_besides_is_given(written, asked):
+    decoder, cache = written.loaded.model.base_model, written.new_cache()
     with torch.no_grad():
         given = decoder(torch.tensor([[7]]).to("cuda"), **with_cache(decoder, cache), use_cache=True, **asked)
     assert type(given) is tuple if "return_dict" in asked else len(given.hidden_states) > 1
@@ -232,11 +227,8 @@ def test_what_a_pass_waits_for_is_as_before(card, opened):
     assert waited[-1] == waited[0]
 
 
-def test_a_copy_of_a_model_captures_its_own_weights(opened):
-    _, engine = opened("llama")
-    write(engine, 5, 9)
-    decoder = engine.loaded.model.base_model
-    other = copy.deepcopy(decoder)
+def test_a_copy_of_a_model_captures_its_own_weights(written):
+    other = copy.deepcopy(written.loaded.model.base_model)
     assert other.forward.decoder is other
     assert other.forward.__wrapped__.__self__ is other
     assert not other.forward.passes
@@ -263,8 +255,7 @@ def test_on_a_card(tmp_path, monkeypatch, family, dtype):
     """The same tokens with graphs and without."""
     model = text_model(family=family).to("cuda", getattr(torch, dtype))
     loaded = wrap(model, tiny_tokenizer())
-    ids = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
-    prefill_tokens(loaded, ids, (), tmp_path / "s", Settings(options={"chunk": 16}))
+    token_store(tmp_path / "s", loaded, random_ids(N), chunk=16)
     logits = []
     for worth in (10**9, 2):
         monkeypatch.setattr(cuda_graphs, "WORTH", worth)

@@ -13,18 +13,14 @@ import torch
 
 from offload_decode.hf.compat import generate_name
 from tests.exactness import NEW, Case
-from tests.families import KINDS, SERVED
+from tests.families import KINDS, SERVED, slow_but
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
 # A token; windows and chunks of 7 and 8, blocks of a prefill and of scans of 16, of delta rules of 64.
 LENGTHS = [1, 2, 6, 7, 8, 9, 15, 16, 17, 63, 64, 65]
 
 every = pytest.mark.parametrize("case", SERVED, indirect=True)
-kinds = pytest.mark.parametrize(
-    "case",
-    [family if family in KINDS else pytest.param(family, marks=pytest.mark.slow) for family in SERVED],
-    indirect=True,
-)
+kinds = pytest.mark.parametrize("case", slow_but(KINDS, SERVED), indirect=True)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ def test_a_changed_field_reaches_the_text_config_through_a_wrapper() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_generates(family: str) -> None:
     ids = torch.arange(3, 48)[None]
-    answer = tiny_model(family).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False
-    )
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    answer = tiny_model(family).generate(ids, **how)
     assert answer.shape == (1, 48)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,12 +14,12 @@ from offload_decode.engine.engine import Engine
 from offload_decode.hf import attention
 from offload_decode.hf.compat import CACHE_NAMES, generate_name, with_cache
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
-from offload_decode.types import Document
 from tests.families import PLAIN
-from tests.tiny import text_model, tiny_model, tiny_tokenizer
+from tests.tiny import eager, served_model, text_model, tiny_model, token_store
 
 N, NEW = 30, 5
+FAMILIES = ["llama", "gemma2"]  # full attention, and with sliding layers
+STORED = range(3, 3 + N)
 ASKED, NEXT = [40, 41, 42, 43, 44, 45], [50, 51, 52]
 CLOSE = {"atol": 1e-5, "rtol": 0}
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -27,48 +27,28 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("seam")
-    for family in ("llama", "gemma2"):
-        served = wrap(text_model(family=family), tiny_tokenizer())
-        prefill_tokens(served, stored(), [Document("all", 0, N)], folder / family)
-    return folder
+    folder = tmp_path_factory.mktemp("hooks")
+    return {family: token_store(folder / family, served_model(family), STORED) for family in FAMILIES}
 
 
-def stored():
-    return np.arange(3, 3 + N, dtype=np.int32)
-
-
-def opened(stores, family, **options):
-    served = wrap(text_model(family=family), tiny_tokenizer())
-    return Engine.open(stores / family, served, options={"budget": "100%"}, **options)
-
-
-@pytest.fixture(params=["llama", "gemma2"])  # full attention, and with sliding layers
+@pytest.fixture(params=FAMILIES)
 def engine(request, stores):
-    return opened(stores, request.param)
+    return Engine.open(stores[request.param], served_model(request.param), options={"budget": "100%"})
 
 
-@pytest.fixture
-def sliding(stores):
-    return opened(stores, "gemma2")
-
-
-@pytest.fixture
-def full(stores):
-    return opened(stores, "llama")
+full = pytest.mark.parametrize("engine", ["llama"], indirect=True)
+sliding = pytest.mark.parametrize("engine", ["gemma2"], indirect=True)
 
 
 def plain(engine, after):
     """Logits of the tokens after the stored ones, by transformers alone."""
-    family = engine.loaded.model.config.model_type
-    model = text_model(family=family)
-    model.set_attn_implementation("eager")
+    model = eager(text_model(family=engine.loaded.model.config.model_type))
     with torch.inference_mode():
-        return model(torch.tensor([[*stored().tolist(), *after]])).logits[0, N:]
+        return model(torch.tensor([[*STORED, *after]])).logits[0, N:]
 
 
 def mask(*hidden, length):
-    """Ones over prefix and tail, but for the columns that are hidden."""
+    """Ones over the prefix and what follows it, but for the columns that are hidden."""
     made = torch.ones(1, N + length, dtype=torch.long)
     made[:, [N + column for column in hidden]] = 0
     return made
@@ -97,15 +77,12 @@ def test_a_mask_that_does_not_cover_the_prefix_is_refused(engine, mask, says):
         run(engine, [4, 5, 6, 7], engine.new_cache(), attention_mask=mask)
 
 
-def test_no_mask_is_believed_but_the_one_that_is_known_to_show_the_prefix(engine):
+def test_only_the_mask_that_is_known_to_show_the_prefix_is_believed_and_once(engine):
+    """Its memory may hold something else in the next pass."""
     mask, cache = torch.arange(N + 4)[None] > 2, engine.new_cache()
     cache.shows_prefix = mask.clone()
     with pytest.raises(ConfigError, match="hides stored tokens"):
         run(engine, [4, 5, 6, 7], cache, attention_mask=mask)
-
-
-def test_a_mask_is_believed_once(engine):
-    """Its memory may hold something else in the next pass."""
     mask, cache = torch.ones(1, N + 4, dtype=torch.bool), engine.new_cache()
     cache.shows_prefix = mask
     run(engine, [4, 5, 6, 7], cache, attention_mask=mask)
@@ -130,7 +107,7 @@ def test_without_use_cache_nothing_is_appended_twice(engine, where):
         call(**refused)
 
 
-def test_a_second_turn_in_a_loop_of_ones_own(engine):
+def test_a_second_turn_in_a_loop_of_ones_own_and_of_generate(engine):
     cache = engine.new_cache()
     run(engine, ASKED, cache)
     expected = plain(engine, ASKED + NEXT)[len(ASKED) :]
@@ -138,16 +115,10 @@ def test_a_second_turn_in_a_loop_of_ones_own(engine):
     # Outside inference mode, in which the first turn ran.
     found = passed(engine, torch.tensor([NEXT]), copy.deepcopy(cache))[0]
     torch.testing.assert_close(found, expected, **CLOSE)
-    whole = mask(length=len(ASKED + NEXT))
+    whole, forked = mask(length=len(ASKED + NEXT)), {generate_name(): copy.deepcopy(cache)}
     torch.testing.assert_close(run(engine, NEXT, cache, attention_mask=whole), expected, **CLOSE)
-
-
-def test_a_second_turn_of_generate_with_a_mask_over_the_first(engine):
-    model, cache = engine.loaded.model, engine.new_cache()
-    run(engine, ASKED, cache)
-    whole = mask(length=len(ASKED + NEXT))
-    out = model.generate(torch.tensor([NEXT]), attention_mask=whole, **{generate_name(): cache}, **GREEDY)
-    assert out[0, len(NEXT)] == plain(engine, ASKED + NEXT)[-1].argmax()
+    out = engine.loaded.model.generate(torch.tensor([NEXT]), attention_mask=whole, **forked, **GREEDY)
+    assert out[0, len(NEXT)] == expected[-1].argmax()
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -250,9 +221,10 @@ def test_a_copied_cache_goes_its_own_way_and_copies_nothing_that_is_stored(engin
         (lambda model: model.train(), "training mode"),
     ],
 )
-def test_a_model_that_is_changed_after_opening_is_refused(sliding, change, says):
-    change(sliding.loaded.model)
-    for refused in (lambda: run(sliding, ASKED, sliding.new_cache()), lambda: sliding.extend(ASKED)):
+@sliding
+def test_a_model_that_is_changed_after_opening_is_refused(engine, change, says):
+    change(engine.loaded.model)
+    for refused in (lambda: run(engine, ASKED, engine.new_cache()), lambda: engine.extend(ASKED)):
         with pytest.raises(ConfigError, match=says):
             refused()
 
@@ -278,10 +250,14 @@ def test_what_has_not_the_shape_of_a_pass_is_refused(engine, named, says):
 
 
 @pytest.mark.parametrize("width", [len(ASKED), N + len(ASKED)])
-def test_a_prepared_mask(full, width):
+def test_a_prepared_mask_serves_full_layers_and_not_sliding_ones_too(engine, width):
     seen = torch.ones(len(ASKED), width, dtype=torch.bool).tril(width - len(ASKED))[None, None]
-    found = run(full, ASKED, full.new_cache(), attention_mask=seen)
-    torch.testing.assert_close(found, plain(full, ASKED), **CLOSE)
+    if engine.loaded.model.config.model_type == "gemma2":
+        with pytest.raises(ConfigError, match="sliding-window layers"):
+            run(engine, ASKED, engine.new_cache(), attention_mask=seen)
+        return
+    found = run(engine, ASKED, engine.new_cache(), attention_mask=seen)
+    torch.testing.assert_close(found, plain(engine, ASKED), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -294,24 +270,16 @@ def test_a_prepared_mask(full, width):
         (torch.ones(1, 1, 6, N + 6, dtype=torch.bool).triu(1), "hides stored tokens"),
     ],
 )
-def test_a_prepared_mask_that_does_not_fit_is_refused(full, mask, says):
+@full
+def test_a_prepared_mask_that_does_not_fit_is_refused(engine, mask, says):
     with pytest.raises(ConfigError, match=says):
-        run(full, ASKED, full.new_cache(), attention_mask=mask)
-
-
-@pytest.mark.parametrize("width", [len(ASKED), N + len(ASKED)])
-def test_a_prepared_mask_cannot_serve_sliding_layers_too(sliding, width):
-    seen = torch.ones(1, 1, len(ASKED), width, dtype=torch.bool)
-    with pytest.raises(ConfigError, match="sliding-window layers"):
-        run(sliding, ASKED, sliding.new_cache(), attention_mask=seen)
+        run(engine, ASKED, engine.new_cache(), attention_mask=mask)
 
 
 def test_prompt_lookup_is_refused(engine):
-    ids = torch.arange(3, 3 + N + 4)[None]
+    given = {generate_name(): engine.new_cache(), "prompt_lookup_num_tokens": 2, "max_new_tokens": 20}
     with pytest.raises(ConfigError):  # by its own sentence, or up to transformers 5.8 by that of the mask
-        engine.loaded.model.generate(
-            ids, **{generate_name(): engine.new_cache()}, prompt_lookup_num_tokens=2, max_new_tokens=20
-        )
+        engine.loaded.model.generate(torch.arange(3, 3 + N + 4)[None], **given)
 
 
 def test_another_model_does_not_run_behind_the_prefix(engine):
@@ -324,14 +292,10 @@ def test_another_model_does_not_run_behind_the_prefix(engine):
         other(torch.tensor([ASKED]), **with_cache(other, copy.deepcopy(engine.new_cache())))
 
 
-def without_cache(named):
-    return {name: one for name, one in named.items() if name not in CACHE_NAMES}
-
-
 def test_a_layer_that_leaves_the_cache_out_is_noticed(engine, monkeypatch):
     layer = engine.loaded.model.base_model.layers[1]
-    forward = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda *given, **named: forward(*given, **without_cache(named)))
+    forward, nothing = layer.forward, dict.fromkeys(CACHE_NAMES)
+    monkeypatch.setattr(layer, "forward", lambda *given, **named: forward(*given, **(named | nothing)))
     with pytest.raises(UnsupportedModel, match="layer 1 attended without its stored prefix"):
         run(engine, ASKED, engine.new_cache())
 
@@ -343,8 +307,7 @@ def test_gradients_are_refused_and_not_wrong(engine):
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_without_a_cache_of_ours_gradients_are_right_or_refused(family):
-    ours, theirs = wrap(tiny_model(family)).model, tiny_model(family)
-    theirs.set_attn_implementation("eager")
+    ours, theirs = wrap(tiny_model(family)).model, eager(tiny_model(family))
     losses = [model(torch.tensor([ASKED])).logits.sin().mean() for model in (ours, theirs)]
     losses[1].backward()
     if family == "gpt-oss":
@@ -368,18 +331,13 @@ def test_attention_weights_are_refused_and_not_empty(engine, where):
         call(**engine.inputs("Who?"), **more)
 
 
-def test_a_pass_that_failed_is_taken_back(engine, monkeypatch):
+def test_a_pass_that_failed_is_taken_back(engine):
     cache = engine.new_cache()
     run(engine, ASKED, cache)
-    monkeypatch.setattr(engine.loaded.model.base_model.layers[2], "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    layer = engine.loaded.model.base_model.layers[2]
+    with patch.object(layer, "forward", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run(engine, [9, 9, 9], cache)
-    monkeypatch.undo()
     torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, ASKED + NEXT)[len(ASKED) :], **CLOSE)
-
-
-def interrupted(*arguments, **named):
-    raise KeyboardInterrupt
 
 
 def test_cropping_a_cache_removes_from_the_end_only(engine):
@@ -399,8 +357,7 @@ def test_without_a_cache_of_ours_attention_is_plain(family, left):
     pads = [[0] * (12 - len(row)) for row in rows]
     ids = torch.tensor([pad + row if left else row + pad for pad, row in zip(pads, rows, strict=True)])
     seen = (ids > 0).long()
-    ours, theirs = wrap(tiny_model(family)).model, tiny_model(family)
-    theirs.set_attn_implementation("eager")
+    ours, theirs = wrap(tiny_model(family)).model, eager(tiny_model(family))
     with torch.inference_mode():
         for cached in (True, False):
             found, expected = (

@@ -11,26 +11,11 @@ from offload_decode.attention.state import attend
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.mla import Latent, LatentHeads, latent_of
 
-FAMILIES = {
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
-    "glm4_moe_lite": "Glm4MoeLite",
-    "mistral4": "Mistral4",
-    "kimi_linear": "KimiLinear",
-    "longcat_flash": "LongcatFlash",
-    "minicpm3": "MiniCPM3",
-    "youtu": "Youtu",
-}
-SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 7,
-}
+FAMILIES = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm4_moe_lite": "Glm4MoeLite"}
+FAMILIES |= {"mistral4": "Mistral4", "kimi_linear": "KimiLinear", "longcat_flash": "LongcatFlash"}
+FAMILIES |= {"minicpm3": "MiniCPM3", "youtu": "Youtu"}
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12}
+SIZES |= {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 
 
 def attention_of(family: str, **sizes: int) -> torch.nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -14,13 +13,12 @@ from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.mla import latent_of
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document, PageSelection
+from offload_decode.types import PageSelection
 from tests.families import VOCAB
 from tests.models.few_bits import int4_rounds
-from tests.tiny import tiny_model
+from tests.tiny import eager, tiny_model, token_store
 
 N, LAYER = 45, 1
 CLOSE = {"atol": 1e-4, "rtol": 0}
@@ -32,17 +30,14 @@ def plain():
     model = tiny_model("deepseek_v3")
     if latent_of(model.model.layers[0].self_attn) is None:
         pytest.skip("this transformers caches expanded heads")
-    model.set_attn_implementation("eager")
-    return model
+    return eager(model)
 
 
 def engine_over(folder: Path, model=None, kv: str = "auto", **options: object) -> Engine:
     served = wrap(model or tiny_model("deepseek_v3"))
-    tokens = IDS[0, :N].numpy().astype(np.int32)
-    settings = Settings(options={"chunk": 16}, kv=kv)
     folder.mkdir(exist_ok=True)
-    prefill_tokens(served, tokens, [Document("all", 0, N)], folder / "store", settings)
-    return Engine.open(folder / "store", served, options={"budget": "100%", **options})
+    store = token_store(folder / "store", served, IDS[0, :N], 16, kv=kv)
+    return Engine.open(store, served, options={"budget": "100%", **options})
 
 
 def logits_of(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
@@ -160,9 +155,8 @@ def test_chunks_choose_among_latents(tmp_path, plain, method):
     """A budget of everything is a dense prefill; a smaller one leaves something out."""
     rows = {}
     for budget in ("100%", "25%"):
-        settings = Settings(method=method, options={"chunk": 16, "budget": budget})
-        tokens, path = IDS[0, :N].numpy().astype(np.int32), tmp_path / budget.strip("%")
-        prefill_tokens(wrap(tiny_model("deepseek_v3")), tokens, [Document("all", 0, N)], path, settings)
+        served, how = wrap(tiny_model("deepseek_v3")), {"method": method, "budget": budget}
+        path = token_store(tmp_path / budget.strip("%"), served, IDS[0, :N], 16, **how)
         rows[budget] = torch.tensor(KVStore.open(path).keys(2, 0))
     dense = torch.tensor(engine_over(tmp_path).store.keys(2, 0))
     torch.testing.assert_close(rows["100%"], dense, **CLOSE)

@@ -4,27 +4,24 @@ they store and answer on the host, bit for bit.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.engine import Engine
-from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.append import append_tokens
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.testing.method_contract import assert_same_rows
 from offload_decode.types import Document
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import random_ids, served_model, token_store
 
-IDS = np.random.default_rng(0).integers(3, 250, 60).astype(np.int32)
+IDS = random_ids(60)
 QUESTIONS = ["Who?", "What is it?"]
 
 
 def stored_and_answered(device, family, folder):
-    loaded = wrap(text_model(family=family).to(device), tiny_tokenizer())
-    prefill_tokens(loaded, IDS[:37], [Document("first", 0, 37)], folder, Settings(options={"chunk": 16}))
+    loaded = served_model(family, device)
+    token_store(folder, loaded, IDS[:37], chunk=16)
     append_tokens(loaded, IDS[37:], [Document("second", 37, 60)], folder)
     engine = Engine.open(folder, loaded, options={"budget": "20", "dense_layers": ""})
     engine.prefix.host.placement.attend = "host"

@@ -14,18 +14,15 @@ from offload_decode.hf.packed_batch import PackedCache, PackedLayer, Segment
 from offload_decode.hf.shape import observed_shape
 from offload_decode.hf.verify import packs
 from offload_decode.models.loading import wrap
-from tests.families import SERVED, config_of
+from tests.families import SERVED, config_of, slow_but
 from tests.tiny import tiny_model
 
 FEW = ["llama", "gemma2", "gemma3n", "gpt-oss", "llama4", "phi3-longrope", "deepseek_v3", "gpt2"]
 EXPANDED = {"dots3_note"}  # its windows hold latents, which it expands itself
-some = pytest.mark.parametrize(
-    "family", [own if own in FEW else pytest.param(own, marks=pytest.mark.slow) for own in SERVED]
-)
 
 
-@some
-def test_packed_passes_are_proved_for_all_but_recurrent_models(family):
+@pytest.mark.parametrize("family", slow_but(FEW, SERVED))
+def test_packed_passes_are_checked_for_all_but_recurrent_models(family):
     config = config_of(family)
     assert packs(config) == (family not in EXPANDED and not observed_shape(config).state_layers)
 
@@ -68,7 +65,7 @@ def test_a_model_that_mixes_its_conversations_is_not_packed(tmp_path, monkeypatc
     assert packs(config_of("llama"))
 
 
-def test_a_model_that_is_not_proved_runs_one_by_one(talks, monkeypatch):
+def test_a_model_that_is_not_checked_runs_one_by_one(talks, monkeypatch):
     expected = [talk.fork().extend([5, 6]) for talk in talks]
     monkeypatch.setattr(type(talks[0].loaded), "packs", False)
     monkeypatch.setattr(PackedLayer, "update", None)

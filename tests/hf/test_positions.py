@@ -4,62 +4,42 @@ of it, and what would stand beyond the last position is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import generate_name, with_cache
-from offload_decode.hf.positions import Lengths, Positions, told_of
+from offload_decode.hf.positions import Lengths, Positions, lengths_of, told_of
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document
 from tests.families import VOCAB
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, token_store
 
 PREFIX, QUESTION = 45, 9
 ORIGINAL = 64
 CLOSE = {"atol": 1e-4, "rtol": 0}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "original_max_position_embeddings": ORIGINAL,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [1.5, 4.0, 8.0, 16.0],
-}
+LONG = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": ORIGINAL}
+LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 4.0, 8.0, 16.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "longrope": (
-        "phi3",
-        {
-            "head_dim": 8,
-            "max_position_embeddings": 4 * ORIGINAL,
-            "original_max_position_embeddings": ORIGINAL,
-            "rope_parameters": LONG,
-        },
-    ),
-    "dynamic": ("llama", {"max_position_embeddings": ORIGINAL, "rope_parameters": DYNAMIC}),
-    "by layer type": (
-        "gemma3",
-        {
-            "max_position_embeddings": ORIGINAL,
-            "rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": PLAIN},
-        },
-    ),
+MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "longrope": ("phi3", 4 * ORIGINAL, LONG),
+    "dynamic": ("llama", ORIGINAL, DYNAMIC),
+    "by layer type": ("gemma3", ORIGINAL, {"full_attention": DYNAMIC, "sliding_attention": PLAIN}),
 }
 
 
 def model_of(name: str) -> Any:
-    family, changes = MODELS[name]
-    return tiny_model(family, **changes)
+    family, most, rope = MODELS[name]
+    more = {"head_dim": 8, "original_max_position_embeddings": ORIGINAL} if name == "longrope" else {}
+    return tiny_model(family, max_position_embeddings=most, rope_parameters=rope, **more)
 
 
 @pytest.fixture(params=MODELS)
@@ -72,10 +52,19 @@ def text(tokens: int) -> torch.Tensor:
 
 
 def stored(served: LoadedModel, path: Path, context: int | None) -> Engine:
-    tokens = text(PREFIX)[0].numpy().astype(np.int32)
-    settings = Settings(options={"chunk": 16}, context=context)
-    prefill_tokens(served, tokens, [Document("all", 0, PREFIX)], path, settings)
+    token_store(path, served, text(PREFIX)[0], 16, context=context)
     return Engine.open(path, served, options={"budget": str(PREFIX)})
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Engine]:
+    return lambda name, context: stored(wrap(model_of(name)), tmp_path / "store", context)
+
+
+def pass_over(engine: Engine, ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Logits `[1, T, V]` behind the stored tokens."""
+    with torch.inference_mode():
+        return engine.loaded.model(ids, **with_cache(engine.loaded.model, engine.new_cache()), **given).logits
 
 
 def in_one_pass(name: str, ids: torch.Tensor, length: int) -> torch.Tensor:
@@ -86,15 +75,9 @@ def in_one_pass(name: str, ids: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [PREFIX + QUESTION, ORIGINAL, ORIGINAL + 1, 2 * ORIGINAL])
-def test_every_token_is_rotated_as_in_one_pass_over_all_of_the_text(
-    name: str, length: int, tmp_path: Path
-) -> None:
-    engine = stored(wrap(model_of(name)), tmp_path / "store", length - PREFIX)
-    asked = text(PREFIX + QUESTION)
-    with torch.inference_mode():
-        ours = engine.loaded.model(
-            asked[:, PREFIX:], **with_cache(engine.loaded.model, engine.new_cache())
-        ).logits
+def test_every_token_is_rotated_as_in_one_pass_over_all_of_the_text(name, length, opened) -> None:
+    engine, asked = opened(name, length - PREFIX), text(PREFIX + QUESTION)
+    ours = pass_over(engine, asked[:, PREFIX:])
     torch.testing.assert_close(ours, in_one_pass(name, asked, length)[:, PREFIX:], **CLOSE)
     # A second turn, token by token, stands in the same text.
     turn = engine.fork()
@@ -119,13 +102,11 @@ def test_stores_of_two_lengths_share_a_model(name: str, tmp_path: Path) -> None:
     expected = {length: in_one_pass(name, asked, length)[0, -1] for length in engines}
 
     def ask(length: int) -> None:
-        torch.testing.assert_close(
-            engines[length].fork().extend(asked[0, PREFIX:]), expected[length], **CLOSE
-        )
+        logits = engines[length].fork().extend(asked[0, PREFIX:])
+        torch.testing.assert_close(logits, expected[length], **CLOSE)
 
     with ThreadPoolExecutor(3) as threads:
-        for done in [threads.submit(ask, length) for length in list(engines) * 4]:
-            done.result()
+        list(threads.map(ask, [*engines] * 4))
     # Without a store it rotates as transformers does.
     with torch.inference_mode():
         plain = served.model(asked).logits
@@ -142,9 +123,8 @@ def test_a_store_is_the_same_for_all_contexts_that_rotate_alike(name: str, tmp_p
         assert (noted["rotated_for"] == ORIGINAL) is alike
 
 
-def test_tokens_beyond_the_length_are_refused_or_end_an_answer(name: str, tmp_path: Path) -> None:
-    engine = stored(wrap(model_of(name)), tmp_path / "store", ORIGINAL - PREFIX)
-    asked = text(4 * ORIGINAL)[0]
+def test_tokens_beyond_the_length_are_refused_or_end_an_answer(name: str, opened: Any) -> None:
+    engine, asked = opened(name, ORIGINAL - PREFIX), text(4 * ORIGINAL)[0]
     with pytest.raises(ConfigError, match=r"would be 65, and this store serves at most 64.*larger --context"):
         engine.fork().extend(asked[: ORIGINAL - PREFIX + 1])
     turn = engine.fork()
@@ -155,43 +135,29 @@ def test_tokens_beyond_the_length_are_refused_or_end_an_answer(name: str, tmp_pa
         turn.extend([5])
 
 
-def test_padding_takes_no_position(tmp_path: Path) -> None:
-    engine = stored(wrap(model_of("dynamic")), tmp_path / "store", QUESTION)
+def test_padding_takes_no_position(opened: Any) -> None:
     asked, padding = text(PREFIX + QUESTION), ORIGINAL
     mask = torch.ones(1, PREFIX + padding + QUESTION, dtype=torch.bool)
     mask[:, PREFIX : PREFIX + padding] = False
     ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), asked[:, PREFIX:]], dim=1)
     positions = (mask[:, PREFIX:].cumsum(-1) - 1 + PREFIX).clamp(min=0)
-    with torch.inference_mode():
-        logits = engine.loaded.model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions,
-            **with_cache(engine.loaded.model, engine.new_cache()),
-        ).logits
-    torch.testing.assert_close(
-        logits[0, -1], in_one_pass("dynamic", asked, PREFIX + QUESTION)[0, -1], **CLOSE
-    )
+    found = pass_over(opened("dynamic", QUESTION), ids, attention_mask=mask, position_ids=positions)
+    expected = in_one_pass("dynamic", asked, PREFIX + QUESTION)[0, -1]
+    torch.testing.assert_close(found[0, -1], expected, **CLOSE)
 
 
-def test_a_long_store_of_two_sets_of_frequencies_grows_without_end(tmp_path: Path) -> None:
-    engine = stored(wrap(model_of("longrope")), tmp_path / "store", ORIGINAL)
-    asked = text(3 * ORIGINAL)
+def test_a_long_store_of_two_sets_of_frequencies_grows_without_end(opened: Any) -> None:
+    engine, asked = opened("longrope", ORIGINAL), text(3 * ORIGINAL)
     logits = engine.fork().extend(asked[0, PREFIX:])
     torch.testing.assert_close(logits, in_one_pass("longrope", asked, 3 * ORIGINAL)[0, -1], **CLOSE)
 
 
-def test_generate_that_drops_the_cache_is_refused(tmp_path: Path) -> None:
+def test_generate_that_drops_the_cache_is_refused(opened: Any) -> None:
     """Phi-3's own does, where the question is longer than the original length and the prefix is not."""
-    engine = stored(wrap(model_of("longrope")), tmp_path / "store", 4 * ORIGINAL)
-    asked = text(PREFIX + ORIGINAL + 1)
+    engine, asked = opened("longrope", 4 * ORIGINAL), text(PREFIX + ORIGINAL + 1)
+    given = {"attention_mask": torch.ones_like(asked), generate_name(): engine.new_cache()}
     with pytest.raises(UnsupportedModel, match="drops the stored prefix"):
-        engine.loaded.model.generate(
-            asked[:, PREFIX:],
-            attention_mask=torch.ones_like(asked),
-            **{generate_name(): engine.new_cache()},
-            max_new_tokens=2,
-        )
+        engine.loaded.model.generate(asked[:, PREFIX:], **given, max_new_tokens=2)
     logits = engine.fork().extend(asked[0, PREFIX:])
     torch.testing.assert_close(logits, in_one_pass("longrope", asked, 2 * ORIGINAL)[0, -1], **CLOSE)
 
@@ -237,34 +203,17 @@ def test_the_context_that_is_expected_keeps_short_texts_in_their_length() -> Non
     assert Lengths().chosen(10**9, 10**9) == Positions()
 
 
-def test_learned_positions_end_with_their_table() -> None:
-    from transformers import GPT2Config, GPT2Model, OPTConfig, OPTModel
-
-    from offload_decode.hf.positions import lengths_of
-
-    for config, model in (
-        (GPT2Config(n_positions=50, n_embd=32, n_layer=1, n_head=4, vocab_size=VOCAB), GPT2Model),
-        (
-            OPTConfig(
-                max_position_embeddings=50,
-                hidden_size=32,
-                word_embed_proj_dim=32,
-                ffn_dim=32,
-                num_hidden_layers=1,
-                num_attention_heads=4,
-                vocab_size=VOCAB,
-            ),
-            OPTModel,
-        ),
-    ):
-        lengths = lengths_of(config, model(config))
-        assert lengths == Lengths(table=50)
-        assert lengths.chosen(49) == Positions(most=50)
-        for tokens, context in ((50, None), (45, 6)):
-            with pytest.raises(ConfigError, match=r"50 learned positions.*split the corpus"):
-                lengths.chosen(tokens, context)
-        with pytest.raises(ConfigError, match="no more positions"):
-            lengths.held({}, 45).check(51)
+@pytest.mark.parametrize(("family", "field"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+def test_learned_positions_end_with_their_table(family: str, field: str) -> None:
+    model = tiny_model(family, **{field: 50})
+    lengths = lengths_of(model.config, model)
+    assert lengths == Lengths(table=50)
+    assert lengths.chosen(49) == Positions(most=50)
+    for tokens, context in ((50, None), (45, 6)):
+        with pytest.raises(ConfigError, match=r"50 learned positions.*split the corpus"):
+            lengths.chosen(tokens, context)
+    with pytest.raises(ConfigError, match="no more positions"):
+        lengths.held({}, 45).check(51)
 
 
 def test_a_store_of_learned_positions_serves_as_many_as_there_are(tmp_path: Path) -> None:

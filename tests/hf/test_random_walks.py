@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,11 +15,8 @@ import torch
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import generate_name, with_cache
-from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
-from offload_decode.types import Document
 from tests.families import PLAIN
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import eager, served_model, text_model, token_store
 
 N, VOCAB = 37, 259
 CLOSE = {"atol": 1e-4, "rtol": 0}
@@ -29,14 +27,11 @@ class World:
     """One family: a store, the model behind it, and plain transformers."""
 
     def __init__(self, family, folder):
-        self.plain = text_model(family=family)
-        self.plain.set_attn_implementation("eager")
+        self.plain = eager(text_model(family=family))
         self.stored = np.random.default_rng(1).integers(3, VOCAB, N).astype(np.int32)
-        served = wrap(text_model(family=family), tiny_tokenizer())
-        prefill_tokens(
-            served, self.stored, [Document("all", 0, N)], folder / "store", Settings(options={"chunk": 16})
-        )
-        self.engine = Engine.open(folder / "store", served, options={"budget": "100%"})
+        served = served_model(family)
+        store = token_store(folder / "store", served, self.stored, chunk=16)
+        self.engine = Engine.open(store, served, options={"budget": "100%"})
         self.model = served.model
 
     def logits(self, after):
@@ -53,20 +48,11 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    made = {}
-
-    def world(family):
-        if family not in made:
-            made[family] = World(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return world
+    return cache(lambda family: World(family, tmp_path_factory.mktemp(family)))
 
 
-def walks(short):
-    few = [(family, 0) for family in short]
-    many = [(family, seed) for family in PLAIN for seed in range(1, 9)]
-    return [*few, *(pytest.param(*one, marks=pytest.mark.slow) for one in many)]
+many = [pytest.param(family, seed, marks=pytest.mark.slow) for family in PLAIN for seed in range(1, 9)]
+walks = pytest.mark.parametrize(("family", "seed"), [*((family, 0) for family in SHORT), *many])
 
 
 def tokens(dice, most):
@@ -77,7 +63,7 @@ def words(dice):
     return "".join(dice.choice("abcdefgh ,?") for _ in range(dice.randint(1, 12)))
 
 
-@pytest.mark.parametrize(("family", "seed"), walks(SHORT))
+@walks
 def test_an_engine(worlds, family, seed):
     world, dice = worlds(family), random.Random(seed)
     engines = [world.engine.fork()]
@@ -92,9 +78,8 @@ def test_an_engine(worlds, family, seed):
             assert engine.tokens == said
         elif step == "ask":
             given = engine.question_tokens(question := words(dice))
-            torch.testing.assert_close(
-                engine.ask(question), world.logits([*before, *pending, *given])[-1], **CLOSE
-            )
+            expected = world.logits([*before, *pending, *given])[-1]
+            torch.testing.assert_close(engine.ask(question), expected, **CLOSE)
         elif step == "stream":
             given = engine.question_tokens(question := words(dice))
             pieces = engine.stream(question, dice.randint(1, 5))
@@ -107,12 +92,9 @@ def test_an_engine(worlds, family, seed):
             world.check_greedy(asked, answer)
         elif step in ("answer", "many"):
             questions = [words(dice) for _ in range(1 if step == "answer" else dice.randint(1, 4))]
-            new = dice.randint(1, 4)
-            answers = (
-                [engine.answer(questions[0], new)]
-                if step == "answer"
-                else engine.answer_many(questions, new, batch_size=dice.randint(1, 3))
-            )
+            new, size = dice.randint(1, 4), dice.randint(1, 3)
+            one = step == "answer"
+            answers = [engine.answer(*questions, new)] if one else engine.answer_many(questions, new, size)
             for question, answer in zip(questions, answers, strict=True):
                 asked = [*before, *pending, *engine.question_tokens(question)]
                 world.check_greedy(asked, list(answer.tokens))
@@ -186,14 +168,8 @@ def generate(rows, dice):
     shown[:, -1] = True  # generate goes on from the last column
     mask = torch.cat([torch.ones(len(ids), N, dtype=torch.bool), rows.shown, shown], dim=1)
     new = dice.randint(1, 4)
-    out = rows.world.model.generate(
-        ids,
-        attention_mask=mask.long(),
-        **{generate_name(): rows.cache},
-        max_new_tokens=new,
-        do_sample=False,
-        pad_token_id=0,
-    )[:, ids.shape[1] :]
+    given = {"attention_mask": mask.long(), generate_name(): rows.cache, "pad_token_id": 0}
+    out = rows.world.model.generate(ids, **given, max_new_tokens=new, do_sample=False)[:, ids.shape[1] :]
     rows.add(ids, shown)
     for row, answer in enumerate(out.tolist()):
         rows.world.check_greedy(rows.ids[row][rows.shown[row]].tolist(), answer)
@@ -251,7 +227,7 @@ def wrong(rows, dice):
     assert rows.cache.tail_length == held
 
 
-@pytest.mark.parametrize(("family", "seed"), walks(SHORT))
+@walks
 def test_a_cache(worlds, family, seed):
     world, dice = worlds(family), random.Random(seed)
     rows = Rows(world, dice.randint(1, 3))

@@ -12,13 +12,9 @@ from offload_decode.hf.recurrent import States
 from offload_decode.hf.recurrent_steps import _in_sequence, _takes_one_token
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
-SHAPE = ModelShape(
-    (
-        LayerShape(LayerKind.NONE, states=(StateShape("recurrent0", (2,), "float32"),)),
-        LayerShape(LayerKind.FULL, 1, 4, 4),
-    ),
-    query_heads=1,
-)
+FULL = LayerShape(LayerKind.FULL, 1, 4, 4)
+RECURRENT = LayerShape(LayerKind.NONE, states=(StateShape("recurrent0", (2,), "float32"),))
+SHAPE = ModelShape((RECURRENT, FULL), query_heads=1)
 
 
 class Decoder:
@@ -68,7 +64,7 @@ def test_a_convolution_sees_the_inputs_before_the_pass() -> None:
 
 def test_states_are_kept_as_the_models_own_cache_keeps_them() -> None:
     kept = StateShape("conv0", (2, 3), "bfloat16"), StateShape("recurrent0", (2,), "float32")
-    layers = LayerShape(LayerKind.NONE, states=kept), LayerShape(LayerKind.FULL, 1, 4, 4)
+    layers = LayerShape(LayerKind.NONE, states=kept), FULL
     cache = PrefixCache.over(Stored(), ModelShape(layers, 1), {})  # type: ignore[arg-type]
     for rows in (1, 2):
         cache.begin(rows, 1)
@@ -141,11 +137,7 @@ def test_rows_are_picked_and_repeated_with_their_states() -> None:
 
 
 def test_the_mask_of_a_layer_without_keys_is_that_of_full_attention() -> None:
-    kinds = (
-        LayerShape(LayerKind.NONE),
-        LayerShape(LayerKind.SLIDING, 1, 4, 4, 7),
-        LayerShape(LayerKind.FULL, 1, 4, 4),
-    )
+    kinds = LayerShape(LayerKind.NONE), LayerShape(LayerKind.SLIDING, 1, 4, 4, 7), FULL
     window = torch.zeros(1, 1, 6, 4)
     cache = PrefixCache.over(Stored(), ModelShape(kinds, 1), {1: (window, window)})  # type: ignore[arg-type]
     # transformers asks the first layer that is not sliding (Lfm3: a convolution).

@@ -24,9 +24,8 @@ PLAIN = ["llama", "llama-mha", "mistral", "qwen3", "gemma2", "gemma3", "gpt-oss"
 @pytest.mark.parametrize("family", PLAIN)
 def test_a_plain_family_is_what_its_config_says(family):
     stated = config_of(family)
-    kinds = [
-        LayerKind(name.removesuffix("_attention")) for name in getattr(stated, "layer_types", None) or []
-    ]
+    types = getattr(stated, "layer_types", None) or []
+    kinds = [LayerKind(name.removesuffix("_attention")) for name in types]
     kinds = kinds or [SLIDING if getattr(stated, "sliding_window", None) else FULL] * 3
     heads, window = stated.num_key_value_heads, getattr(stated, "sliding_window", None)
     assert observed_shape(stated) == ModelShape.uniform(kinds, 4, heads, stated.head_dim, window)

@@ -58,9 +58,8 @@ def test_models_that_differ_in_sizes_have_one_tiny_config():
         for hidden, layers in ((2048, 16), (4096, 40))
     )
     assert tiny_config_of(small).to_dict() == tiny_config_of(large).to_dict()
-    scaled = transformers.LlamaConfig(
-        rope_parameters={"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
-    )
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
+    scaled = transformers.LlamaConfig(rope_parameters=rope)
     assert tiny_config_of(scaled).to_dict() != tiny_config_of(small).to_dict()
 
 

@@ -19,7 +19,7 @@ from offload_decode.hf.verify import CLOSE, EquivalenceCheck, check_equivalence,
 from offload_decode.models.checkpoint import read_config
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.size_estimate import outline
-from tests.families import FAMILIES, KINDS, SERVED, config_of
+from tests.families import FAMILIES, KINDS, SERVED, config_of, slow_but
 from tests.tiny import tiny_model
 
 
@@ -34,15 +34,11 @@ def afresh(tmp_path, monkeypatch):
 def tried(afresh, monkeypatch):
     """The seeds of tiny models that were run."""
     seeds, run = [], verify._tried
-    monkeypatch.setattr(
-        verify, "_tried", lambda tiny, seed, trial: seeds.append(seed) or run(tiny, seed, trial)
-    )
+    monkeypatch.setattr(verify, "_tried", lambda *given: seeds.append(given[1]) or run(*given))
     return seeds
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", slow_but(KINDS, FAMILIES))
 def test_what_passes_the_check_is_what_the_exactness_suite_serves(family):
     try:
         shape_of(config_of(family))
@@ -62,38 +58,55 @@ def refused(family: str, reason: str) -> None:
         shape_of(model.config)
 
 
-def test_an_attention_that_depends_on_its_pass_is_refused(afresh, monkeypatch):
-    attend = modeling_llama.LlamaAttention.forward
-
-    def patched(self, hidden_states, *args, **kwargs):
-        out, weights = attend(self, hidden_states, *args, **kwargs)
-        return out * (1 + 1e-3 * (hidden_states.shape[1] < 70)), weights
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", patched)
-    refused("llama", r"in one token, LlamaAttention of layer 0 gives other numbers")
+ATTEND = modeling_llama.LlamaAttention.forward
 
 
-def test_an_attention_that_never_calls_the_registered_function_is_refused(afresh, monkeypatch):
-    def own(self, hidden_states, position_embeddings, **given):
-        keys, values = (
-            part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in (self.k_proj, self.v_proj)
-        )
-        if (cache := cache_in(given)) is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
-        return self.o_proj(self.q_proj(hidden_states)), None
+def by_length(self, hidden_states, *args, **kwargs):
+    out, weights = ATTEND(self, hidden_states, *args, **kwargs)
+    return out * (1 + 1e-3 * (hidden_states.shape[1] < 70)), weights
 
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", own)
-    refused("llama", r"layer 0 of this 'llama' model attends in code of its own")
+
+def code_of_its_own(self, hidden_states, position_embeddings, **given):
+    keys, values = (
+        part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        for part in (self.k_proj, self.v_proj)
+    )
+    if (cache := cache_in(given)) is not None:
+        keys, values = cache.update(keys, values, self.layer_idx)
+    return self.o_proj(self.q_proj(hidden_states)), None
+
+
+def blind(self, hidden_states, *args, **kwargs):
+    out, weights = ATTEND(self, hidden_states, *args, **kwargs)
+    return out * 0, weights
+
+
+def failing(self, hidden_states, *args, **kwargs):
+    if self.layer_idx == 1 and len(hidden_states) == 2:
+        raise RuntimeError("no batches")
+    return ATTEND(self, hidden_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"),
+    [
+        (by_length, "in one token, LlamaAttention of layer 0 gives other numbers"),
+        (code_of_its_own, "layer 0 of this 'llama' model attends in code of its own"),
+        (blind, "do not depend on the tokens before"),
+        (failing, "in a padded batch, LlamaAttention of layer 1: RuntimeError: no batches"),
+    ],
+)
+def test_an_attention_that_is_not_equivalent_is_refused(afresh, monkeypatch, attend, reason):
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", attend)
+    refused("llama", reason)
 
 
 def test_a_layer_type_that_is_not_known_is_refused(afresh, monkeypatch):
     class Compressed(DynamicLayer):
         """Keeps something else."""
 
-    for name in ("DYNAMIC_LAYER_TYPE_MAPPING",):
-        if hasattr(cache_utils, name):
-            monkeypatch.setitem(getattr(cache_utils, name), "full_attention", Compressed)
+    if hasattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING"):
+        monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", Compressed)
     monkeypatch.setattr(cache_utils, "DynamicLayer", Compressed)
     refused("qwen2", r"layer 0 of this 'qwen2' model keeps more than .*\(Compressed\)")
 
@@ -116,29 +129,6 @@ def test_a_mixer_that_forgets_its_state_is_refused(afresh, monkeypatch):
 
     monkeypatch.setattr(mixer, "forward", forgetful)
     refused("qwen3_next", r"in one token, Qwen3Next\w+ of layer \d gives other numbers")
-
-
-def test_a_model_that_looks_at_no_earlier_token_fails_the_check(afresh, monkeypatch):
-    attend = modeling_llama.LlamaAttention.forward
-
-    def blind(self, hidden_states, *args, **kwargs):
-        out, weights = attend(self, hidden_states, *args, **kwargs)
-        return out * 0, weights
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", blind)
-    refused("llama", "do not depend on the tokens before")
-
-
-def test_what_fails_within_a_pass_is_told_with_the_layer(afresh, monkeypatch):
-    attend = modeling_llama.LlamaAttention.forward
-
-    def failing(self, hidden_states, *args, **kwargs):
-        if self.layer_idx == 1 and len(hidden_states) == 2:
-            raise RuntimeError("no batches")
-        return attend(self, hidden_states, *args, **kwargs)
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", failing)
-    refused("llama", r"in a padded batch, LlamaAttention of layer 1: RuntimeError: no batches")
 
 
 def test_a_check_is_remembered_in_the_process_and_between_processes(tried, monkeypatch):
@@ -185,9 +175,8 @@ def test_a_check_changes_no_random_numbers(afresh):
 
 def test_nothing_opens_a_model_that_is_not_equivalent(afresh, monkeypatch, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(
-        verify, "_tried", lambda tiny, seed, trial: EquivalenceCheck(0.5, "in one token, it differs")
-    )
+    failed = EquivalenceCheck(0.5, "in one token, it differs")
+    monkeypatch.setattr(verify, "_tried", lambda tiny, seed, trial: failed)
     for opened in (load, read_config, outline):
         with pytest.raises(UnsupportedModel, match=r"'llama' .* in one token, it differs; use"):
             opened(str(tmp_path / "model"))

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved, text_model, tiny_tokenizer
 
 GROUP = 32
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.05}
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def plain(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
     """The whole weights, of rows that hold whole blocks."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.05}
-    text_model(family=family, **sizes).to(dtype).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return saved(text_model(family=family, **SIZES).to(dtype), folder)
 
 
 def int4_rounds() -> bool:
@@ -36,14 +32,9 @@ def int4_rounds() -> bool:
 
 def bitsandbytes(folder: Path, **settings: Any) -> Path:
     """In 4 or 8 bits, by transformers itself."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
-    source = plain(folder.with_name(f"{folder.name}-whole"))
-    asked = BitsAndBytesConfig(**settings)
-    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=asked, device_map={"": "cpu"})
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return _by_transformers(folder, BitsAndBytesConfig(**settings), device_map={"": "cpu"})
 
 
 def fp8(folder: Path) -> Path:
@@ -81,21 +72,13 @@ def compressed(folder: Path) -> Path:
     def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
         codes, scales = _codes(weight)
         of = name.removesuffix("weight")
-        return {
-            f"{of}weight_packed": _joined(codes, range(8)),
-            f"{of}weight_scale": scales,
-            f"{of}weight_shape": torch.tensor(weight.shape),
-        }
+        packed = {"packed": _joined(codes, range(8)), "scale": scales, "shape": torch.tensor(weight.shape)}
+        return {f"{of}weight_{part}": own for part, own in packed.items()}
 
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
-    stated = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    stated = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    stated |= {"format": "pack-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     return _packed(plain(folder), pack, stated)
 
 
@@ -150,20 +133,23 @@ def bitnet(folder: Path, linear: str = "bitlinear") -> Path:
 def torchao(folder: Path) -> Path:
     """In int8, by transformers itself."""
     from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
-    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers import TorchAoConfig
+
+    return _by_transformers(folder, TorchAoConfig(Int8WeightOnlyConfig()))
+
+
+def _by_transformers(folder: Path, asked: Any, **how: Any) -> Path:
+    from transformers import AutoModelForCausalLM
 
     source = plain(folder.with_name(f"{folder.name}-whole"))
-    asked = TorchAoConfig(Int8WeightOnlyConfig())
-    AutoModelForCausalLM.from_pretrained(source, quantization_config=asked).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return saved(AutoModelForCausalLM.from_pretrained(source, quantization_config=asked, **how), folder)
 
 
 def gguf(folder: Path) -> Path:
     """A file in Q8_0 with its tokenizer; the vocabulary has two merges, without which there is none."""
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-    model, merges = text_model(hidden_size=64, intermediate_size=64, initializer_range=0.05), ["a b", "c d"]
+    model, merges = text_model(**SIZES), ["a b", "c d"]
     words = sorted(tiny_tokenizer().get_vocab().items(), key=lambda item: item[1])
     vocabulary = [word for word, _ in words] + [merge.replace(" ", "") for merge in merges]
     folder.mkdir(parents=True)
@@ -172,12 +158,7 @@ def gguf(folder: Path) -> Path:
     stated |= {"vocab_size": len(vocabulary), "feed_forward_length": 64, "head_count": 4, "head_count_kv": 2}
     stated |= {"key_length": 16, "value_length": 16, "rope_dimension_count": 16, "rope_freq_base": 1e4}
     stated |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tokenizer_model": "gpt2"}
-    stated |= {
-        "tokenizer_pre": "default",
-        "layer_norm_rms_eps": 1e-6,
-        "token_list": vocabulary,
-        "token_merges": merges,
-    }
+    stated |= {"tokenizer_pre": "default", "layer_norm_rms_eps": 1e-6, "token_merges": merges}
     stated |= {"token_list": vocabulary, "token_types": [3] * 3 + [1] * (len(vocabulary) - 3)}
     for field, value in stated.items():
         getattr(file, f"add_{field}")(value)
@@ -194,21 +175,17 @@ def gguf(folder: Path) -> Path:
     return folder / "tiny-Q8_0.gguf"
 
 
-def _packed(
-    folder: Path,
-    pack: Callable[[str, Tensor], dict[str, Tensor]],
-    stated: dict[str, Any],
-    ends: tuple[str, ...] = ("proj.weight",),
-) -> Path:
+def _packed(folder: Path, pack: Any, stated: dict[str, Any], ends: Any = "proj.weight") -> Path:
     """Replace a checkpoint's weights with these ends by what `pack` makes of each, and its config says so."""
-    file = folder / "model.safetensors"
-    whole = {name: weight.clone() for name, weight in load_file(file).items()}
-    shutil.move(file, folder / "whole")
-    tensors = {}
-    for name, weight in whole.items():
+    file, tensors = folder / "model.safetensors", {}
+    for name, weight in load(file.read_bytes()).items():
         tensors |= pack(name, weight) if name.endswith(ends) else {name: weight}
     save_file(tensors, file, metadata={"format": "pt"})
-    (folder / "whole").unlink()
+    return state(folder, stated)
+
+
+def state(folder: Path, stated: Any) -> Path:
+    """The checkpoint, whose config states this quantization."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
     return folder
@@ -238,21 +215,10 @@ def _as_gguf(name: str, weight: Tensor) -> np.ndarray:
 
 
 def _gguf_name(name: str) -> str:
-    parts = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "model.layers": "blk",
-    }
-    for ours, theirs in parts.items():
+    attention = [(f"self_attn.{letter}_proj", f"attn_{letter}") for letter in "qkv"]
+    attention += [("self_attn.o_proj", "attn_output"), ("post_attention_layernorm", "ffn_norm")]
+    network = [(f"mlp.{part}_proj", f"ffn_{part}") for part in ("gate", "up", "down")]
+    rest = [("input_layernorm", "attn_norm"), ("model.embed_tokens", "token_embd"), ("model.layers", "blk")]
+    for ours, theirs in [*attention, *network, *rest, ("model.norm", "output_norm"), ("lm_head", "output")]:
         name = name.replace(ours, theirs)
     return name

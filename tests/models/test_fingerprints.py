@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,35 +15,21 @@ from offload_decode.common.errors import StoreMismatch
 from offload_decode.engine.engine import Engine
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store.format import fingerprint_version
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document
-from tests.families import PLAIN
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.families import PLAIN, config_of
+from tests.tiny import saved, tiny_model, token_store
 
 # The same under transformers 5.5 and 5.24. A change of any of them makes every store of that family another
 # model's, and is a new FINGERPRINT_VERSION.
-FROZEN = {
-    "llama": "2:56b6b24cfb40",
-    "llama-mha": "2:408bae430670",
-    "llama-yarn": "2:7b990ed0f5f3",
-    "mistral": "2:f67c7fbf6236",
-    "mistral-sliding": "2:01db70becee2",
-    "qwen2": "2:dbb55d237660",
-    "qwen3": "2:188638c25e48",
-    "smollm3": "2:3b42f9b5a7ca",
-    "gemma2": "2:1e8a1e40eb90",
-    "gemma3": "2:d35172609f18",
-    "phi3": "2:726832f672a0",
-    "gpt-oss": "2:2093f41df3e6",
-    "mixtral": "2:66b17e1d8950",
-    "qwen3-moe": "2:b3ac5285084c",
-    "olmo2": "2:acb9879d47b6",
-    "granite": "2:89c6107dfcfc",
-    "cohere2": "2:d5083558f65f",
-    "glm4": "2:6c4474de1b81",
-}
+FROZEN = (
+    {"llama": "56b6b24cfb40", "llama-mha": "408bae430670", "llama-yarn": "7b990ed0f5f3"}
+    | {"mistral": "f67c7fbf6236", "mistral-sliding": "01db70becee2", "qwen2": "dbb55d237660"}
+    | {"qwen3": "188638c25e48", "smollm3": "3b42f9b5a7ca", "gemma2": "1e8a1e40eb90"}
+    | {"gemma3": "d35172609f18", "phi3": "726832f672a0", "gpt-oss": "2093f41df3e6"}
+    | {"mixtral": "66b17e1d8950", "qwen3-moe": "b3ac5285084c", "olmo2": "acb9879d47b6"}
+    | {"granite": "89c6107dfcfc", "cohere2": "d5083558f65f", "glm4": "6c4474de1b81"}
+)
 
 ROPE = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -66,24 +51,17 @@ SHAPING = [
     ("llama", "partial_rotary_factor", 0.5),
     ("llama", "a_field_of_tomorrow", 1),
 ]
-HARMLESS = [
-    ("use_cache", False),
-    ("dtype", torch.bfloat16),
-    ("_name_or_path", "/elsewhere"),
-    ("transformers_version", "9.9"),
-    ("architectures", ["Other"]),
-    ("eos_token_id", 7),
-    ("pad_token_id", 5),
-    ("output_attentions", False),
-    ("initializer_range", 0.5),
-    ("attention_dropout", 0.1),
-    ("max_position_embeddings", 9999),
-]
+HARMLESS = (
+    {"use_cache": False, "dtype": torch.bfloat16, "_name_or_path": "/elsewhere"}
+    | {"transformers_version": "9.9", "architectures": ["Other"], "eos_token_id": 7, "pad_token_id": 5}
+    | {"output_attentions": False, "initializer_range": 0.5, "attention_dropout": 0.1}
+    | {"max_position_embeddings": 9999}
+)
 
 
 @pytest.mark.parametrize("family", FROZEN)
 def test_a_fingerprint_is_that_of_every_release(family):
-    assert config_hash(tiny_model(family).config)[:14] == FROZEN[family]
+    assert config_hash(config_of(family))[:14] == f"2:{FROZEN[family]}"
 
 
 @pytest.mark.parametrize(("family", "name", "value"), SHAPING)
@@ -104,11 +82,10 @@ def test_every_rope_parameter_counts(kind, name):
 
 def test_a_partial_rotary_factor_counts():
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    config, other = tiny_model("glm4").config, tiny_model("glm4", rope_parameters=rope).config
-    assert config_hash(config) != config_hash(other)
+    assert config_hash(config_of("glm4")) != config_hash(config_of("glm4", rope_parameters=rope))
 
 
-@pytest.mark.parametrize(("name", "value"), HARMLESS)
+@pytest.mark.parametrize(("name", "value"), HARMLESS.items())
 def test_a_field_that_cannot_matter_does_not_count(name, value):
     config = tiny_model().config
     before = config_hash(config)
@@ -167,8 +144,7 @@ def test_rotary_frequencies_count_where_they_are_not_those_of_the_config(family,
 
 def test_a_model_in_memory_is_that_of_its_folder(tmp_path):
     model = tiny_model()
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    saved(model, tmp_path)
     loaded, wrapped = load(str(tmp_path), "cpu"), wrap(model)
     assert (loaded.weights_hash, loaded.config_hash) == (wrapped.weights_hash, wrapped.config_hash)
 
@@ -186,10 +162,7 @@ def test_weights_that_share_memory_or_have_gaps_are_known_by_what_they_hold():
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    path = tmp_path_factory.mktemp("known") / "store"
-    tokens = np.arange(3, 40, dtype=np.int32)
-    prefill_tokens(wrap(tiny_model()), tokens, [Document("a", 0, len(tokens))], path)
-    return path
+    return token_store(tmp_path_factory.mktemp("known") / "store", wrap(tiny_model()), range(3, 40))
 
 
 def test_a_store_is_refused_by_a_model_of_which_one_row_was_tuned(store):
@@ -204,7 +177,6 @@ def test_a_store_is_refused_by_a_model_of_which_one_row_was_tuned(store):
 def test_a_store_of_an_earlier_release_is_told_from_one_of_another_model(store):
     opened, model = KVStore.open(store), wrap(tiny_model())
     assert fingerprint_version(opened.manifest.weights_hash) == "2"
-    old = replace(opened.manifest, weights_hash="ab" * 32, model_config_hash="cd" * 32)
-    opened.manifest = old
+    opened.manifest = replace(opened.manifest, weights_hash="ab" * 32, model_config_hash="cd" * 32)
     with pytest.raises(StoreMismatch, match=r"made by another release .* prefill again"):
         Engine.open(opened, model)

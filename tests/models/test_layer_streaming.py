@@ -22,17 +22,16 @@ from offload_decode.models.quantization import check_weights_of
 from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import prefill_bytes, streamed_bytes, waiting_bytes
 from offload_decode.prefill_jobs.append import append
-from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill, prefill_tokens
+from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill
 from offload_decode.prefill_jobs.lm_eval.model import Settings as Asked
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document
 from tests.card import references, stand_in
 from tests.families import VOCAB
 from tests.prefill_jobs.killing import tree
-from tests.tiny import text_model, tiny_model, tiny_tokenizer
+from tests.tiny import saved_model, tiny_model, token_store
 
 N, CHUNK, LAYERS = 40, 16, 3
-TOKENS = np.random.default_rng(2).integers(3, VOCAB, N).astype(np.int32)
+TOKENS = np.random.default_rng(2).integers(3, VOCAB, N)
 CUDA = torch.device("cuda")
 
 
@@ -45,8 +44,7 @@ def on_card(family="llama", streamed=True, **changes):
 
 
 def stored(loaded, path):
-    prefill_tokens(loaded, TOKENS, [Document("all", 0, N)], path, Settings(options={"chunk": CHUNK}))
-    return tree(path)
+    return tree(token_store(path, loaded, TOKENS, CHUNK))
 
 
 def on_host(loaded):
@@ -71,23 +69,20 @@ def test_the_store_has_the_bytes_of_one_made_with_weights_on_the_card(family, ti
 
 
 def test_what_is_loaded_so_makes_and_grows_the_checkpoints_own_store(tmp_path):
-    model, corpus = tmp_path / "model", tmp_path / "corpus"
-    text_model().save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("".join(f"Thing {n} has the colour {n * n}.\n" for n in range(9)))
+    model, first, second = saved_model(tmp_path / "model"), tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("".join(f"Thing {n} has the colour {n * n}.\n" for n in range(9)))
     made = {"model": str(model), "settings": Settings(options={"chunk": 64}), "device": "cuda"}
     for weights in ("auto", "streamed"):
         with references(), stand_in():
-            prefill(str(corpus / "a.txt"), **made, out=tmp_path / weights, weights=weights)
+            prefill(str(first), **made, out=tmp_path / weights, weights=weights)
     assert tree(tmp_path / "streamed") == tree(tmp_path / "auto")
     assert KVStore.open(tmp_path / "streamed").manifest.weights == "auto"
     assert Engine.open(tmp_path / "streamed", device="cpu").ask("Why?").isfinite().all()
-    (corpus / "b.txt").write_text("And that was all of it.")
+    second.write_text("And that was all of it.")
     for weights in ("auto", "streamed"):
         with references(), stand_in():
-            assert prefill(str(corpus / "a.txt"), **made, out=tmp_path / weights, weights=weights).kept
-            append(tmp_path / weights, str(corpus / "b.txt"), device="cuda", weights=weights)
+            assert prefill(str(first), **made, out=tmp_path / weights, weights=weights).kept
+            append(tmp_path / weights, str(second), device="cuda", weights=weights)
     assert tree(tmp_path / "streamed") == tree(tmp_path / "auto")
 
 
@@ -222,25 +217,26 @@ def test_a_model_without_a_list_of_layers_is_refused(card):
         stream(model, CUDA)
 
 
-def test_a_cpu_and_checkpoints_in_few_bits_have_no_weights_streamed():
-    with pytest.raises(ConfigError, match="leave --weights out"):
-        load("demo", "cpu", weights="streamed")
-    with pytest.raises(ConfigError, match="leave --weights out"):
-        stream(tiny_model(), torch.device("cpu"))
-    with pytest.raises(ConfigError, match="weights streamed are for checkpoints of whole weights"):
-        check_weights_of("mxfp4", "streamed")
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (lambda: load("demo", "cpu", weights="streamed"), "leave --weights out"),
+        (lambda: stream(tiny_model(), torch.device("cpu")), "leave --weights out"),
+        (lambda: check_weights_of("mxfp4", "streamed"), "streamed are for checkpoints of whole weights"),
+        (lambda: EngineConfig(weights="streamed"), "choose one of: auto, full, int8, int4"),
+        (lambda: Asked.of("demo", {"weights": "streamed"}), "is for a prefill"),
+    ],
+)
+def test_they_are_for_a_prefill_of_whole_weights_on_a_card(asked, says):
+    with pytest.raises(ConfigError, match=says):
+        asked()
 
 
 def test_nothing_is_answered_with_them(card, tmp_path):
     loaded = on_card()
-    stored(loaded, tmp_path / "store")
-    engine = Engine.open(tmp_path / "store", loaded)
+    engine = Engine.open(token_store(tmp_path / "store", loaded, TOKENS), loaded)
     with pytest.raises(ConfigError, match="load it with other weights to ask it"):
         engine.extend([5])
-    with pytest.raises(ConfigError, match="choose one of: auto, full, int8, int4"):
-        EngineConfig(weights="streamed")
-    with pytest.raises(ConfigError, match="is for a prefill"):
-        Asked.of("demo", {"weights": "streamed"})
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.store.reader import KVStore
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved, text_model
 
 QUESTION = "What is the colour of thing 7?"
 
@@ -26,8 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantised")
     # Weights as a trained model has them: with tests' usual ones, 4 bits would change everything.
     sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05}
-    text_model(**sizes).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    saved(text_model(**sizes), folder / "model")
     (folder / "corpus.txt").write_text("".join(f"Thing {n} has the colour {n * n}.\n" for n in range(20)))
     prefill(str(folder / "corpus.txt"), model=str(folder / "model"), out=folder / "s.kv", device="cpu")
     return folder
@@ -50,8 +48,9 @@ def test_a_store_is_asked_with_its_models_weights_in_few_bits(folder: Path, weig
 def test_only_linear_layers_are_taken(folder: Path, weights: str) -> None:
     pytest.importorskip("bitsandbytes")
     model = load(str(folder / "model"), "cpu", weights=weights).model
-    kinds = {type(layer).__module__ for layer in _linear(model.model)}
-    assert all(kind.startswith("bitsandbytes") for kind in kinds)
+    linear = [layer for layer in model.model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert linear
+    assert all(type(layer).__module__.startswith("bitsandbytes") for layer in linear)
     assert type(model.lm_head) is torch.nn.Linear
     assert model.model.embed_tokens.weight.dtype is torch.float32
 
@@ -66,9 +65,8 @@ def test_a_store_says_which_weights_prefilled_it(folder: Path, tmp_path: Path, w
     manifest = KVStore.open(store).manifest
     assert manifest.weights == manifest.prefill["weights"] == weights
     assert manifest.weights_hash == KVStore.open(folder / "s.kv").manifest.weights_hash
-    with pytest.raises(
-        StoreMismatch, match=f"another prefill .*weights={weights}; asked for is dense chunk=64"
-    ):
+    says = f"another prefill .*weights={weights}; asked for is dense chunk=64"
+    with pytest.raises(StoreMismatch, match=says):
         prefill(str(folder / "corpus.txt"), **made)
     assert prefill(str(folder / "corpus.txt"), **made, weights=weights).kept
 
@@ -113,15 +111,9 @@ def test_they_answer_on_a_gpu(folder: Path, weights: str, off: float) -> None:
     assert (small.ask(QUESTION).cpu() - exact).norm() / exact.norm() < off
 
 
-def test_a_missing_library_and_an_unknown_name_are_sentences(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_and_an_unknown_name_are_sentences(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"offload-decode\[quant\]"):
         load(str(folder / "model"), "cpu", weights="int8")
     with pytest.raises(ConfigError, match="choose one of: auto, streamed, int8, int4"):
         load(str(folder / "model"), "cpu", weights="int3")
-
-
-def _linear(model: Any) -> Iterator[torch.nn.Linear]:
-    return (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))

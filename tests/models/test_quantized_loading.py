@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load as read_tensors
 from safetensors.torch import load_file, save_file
 
 from offload_decode.common.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
@@ -31,26 +32,21 @@ from tests.models import few_bits
 
 QUESTION = "What is the colour of thing 7?"
 CORPUS = "".join(f"Thing {n} has the colour {n * n}.\n" for n in range(12))
-_BITS = {
-    "4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "4-twice": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "8": {"load_in_8bit": True},
-}
+NF4 = partial(few_bits.bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4")
 MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
-    **{
-        f"bitsandbytes-{bits}": (partial(few_bits.bitsandbytes, **how), ("accelerate", "bitsandbytes"))
-        for bits, how in _BITS.items()
-    },
-    "fp8": (few_bits.fp8, ("accelerate",)),
-    "mxfp4": (few_bits.mxfp4, ("accelerate",)),
-    "compressed-tensors": (few_bits.compressed, ("accelerate", "compressed_tensors")),
-    "bitnet": (few_bits.bitnet, ("accelerate",)),
-    "gguf": (few_bits.gguf, ("accelerate", "gguf")),
-    "gptq": (few_bits.gptq, ("accelerate", "optimum", "gptqmodel")),
-    "awq": (few_bits.awq, ("accelerate", "gptqmodel")),
-    "torchao": (few_bits.torchao, ("accelerate", "torchao")),
+    "bitsandbytes-4": (NF4, ("bitsandbytes",)),
+    "bitsandbytes-4-twice": (partial(NF4, bnb_4bit_use_double_quant=True), ("bitsandbytes",)),
+    "bitsandbytes-8": (partial(few_bits.bitsandbytes, load_in_8bit=True), ("bitsandbytes",)),
+    "fp8": (few_bits.fp8, ()),
+    "mxfp4": (few_bits.mxfp4, ()),
+    "compressed-tensors": (few_bits.compressed, ("compressed_tensors",)),
+    "bitnet": (few_bits.bitnet, ()),
+    "gguf": (few_bits.gguf, ("gguf",)),
+    "gptq": (few_bits.gptq, ("optimum", "gptqmodel")),
+    "awq": (few_bits.awq, ("gptqmodel",)),
+    "torchao": (few_bits.torchao, ("torchao",)),
 }
-
+PACKED_ALREADY = [kind for kind in MADE if kind != "gguf"]
 
 # torch compiles BitNet's layers when they first run.
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind == "bitnet" else []) for kind in MADE]
@@ -63,18 +59,20 @@ _NAMES = ("v_proj.weight", "v_proj.qweight", "v_proj.weight_packed", "v_proj._we
 PACKED = (*_NAMES, "down_proj_blocks")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint of a kind, for reading only; skips where its packages are not installed."""
-    home, there = tmp_path_factory.mktemp("few-bits"), {}
+Made = Callable[[str], Path]
 
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A checkpoint of a kind, for reading only; skips where its packages are not installed."""
+    home = tmp_path_factory.mktemp("few-bits")
+
+    @cache
     def make(kind: str) -> Path:
         build, needs = MADE[kind]
-        for name in needs:
+        for name in ("accelerate", *needs):
             pytest.importorskip(name)
-        if kind not in there:
-            there[kind] = build(home / kind)
-        return there[kind]
+        return build(home / kind)
 
     return make
 
@@ -87,9 +85,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_behind_a_stored_prefix_it_equals_plain_generation(
-    made: Callable[[str], Path], corpus: Path, kind: str, tmp_path: Path
-) -> None:
+def test_behind_a_stored_prefix_it_equals_plain_generation(made: Made, corpus: Path, kind, tmp_path) -> None:
     model, store = str(made(kind)), tmp_path / "s.kv"
     run = {"device": "cpu", "dtype": "float32"}
     prefill(str(corpus), model=model, out=store, settings=Settings(options={"chunk": 64}), **run)
@@ -124,9 +120,7 @@ def transformers_own(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_fingerprint_is_its_own_and_stable(
-    made: Callable[[str], Path], kind: str, tmp_path: Path
-) -> None:
+def test_its_fingerprint_is_its_own_and_stable(made: Made, kind: str, tmp_path: Path) -> None:
     folder = made(kind)
     first, second = (load(str(folder), "cpu", dtype) for dtype in ("float32", "bfloat16"))
     assert first.weights_hash == second.weights_hash, "whatever it is widened to"
@@ -139,25 +133,23 @@ def test_its_fingerprint_is_its_own_and_stable(
     copied = shutil.copytree(folder, tmp_path / "copied")
     file = copied / "model.safetensors"
     with safe_open(file, "pt") as held:
-        tensors = {name: held.get_tensor(name).clone() for name in held.keys()}  # noqa: SIM118
         said = held.metadata()
+    tensors = read_tensors(file.read_bytes())
     packed = next(tensor for name, tensor in tensors.items() if name.endswith(PACKED))
     packed.view(torch.uint8).view(-1)[0] ^= 1
     save_file(tensors, file, metadata=said)
     assert load(str(copied), "cpu").weights_hash != first.weights_hash
 
 
-def test_a_store_of_whole_weights_is_not_one_of_few_bits(
-    made: Callable[[str], Path], corpus: Path, tmp_path: Path
-) -> None:
+def test_a_store_of_whole_weights_is_not_one_of_few_bits(made: Made, corpus: Path, tmp_path: Path) -> None:
     whole = few_bits.plain(tmp_path / "whole")
     prefill(str(corpus), model=str(whole), out=tmp_path / "s.kv", device="cpu")
     with pytest.raises(StoreMismatch, match="other weights"):
         Engine.open(tmp_path / "s.kv", model=str(made("bitsandbytes-4")), device="cpu")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MADE if kind != "gguf"])
-def test_weights_in_fewer_bits_are_for_whole_ones(made: Callable[[str], Path], kind: str) -> None:
+@pytest.mark.parametrize("kind", PACKED_ALREADY)
+def test_weights_in_fewer_bits_are_for_whole_ones(made: Made, kind: str) -> None:
     folder = str(made(kind))
     with pytest.raises(ConfigError, match=r"in few bits already \(.*\): leave --weights out$"):
         load(folder, "cpu", weights="int8")
@@ -165,7 +157,7 @@ def test_weights_in_fewer_bits_are_for_whole_ones(made: Callable[[str], Path], k
         plan(outline(folder), Workload(1024, weights="int4"), Machine(None, 1 << 34, 1 << 34, 0))
 
 
-def test_gguf_is_widened_and_takes_them(made: Callable[[str], Path]) -> None:
+def test_gguf_is_widened_and_takes_them(made: Made) -> None:
     pytest.importorskip("bitsandbytes")
     file = str(made("gguf"))
     small, whole = load(file, "cpu", weights="int4"), load(file, "cpu")
@@ -174,8 +166,8 @@ def test_gguf_is_widened_and_takes_them(made: Callable[[str], Path]) -> None:
     assert "Linear4bit" in kinds
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MADE if kind != "gguf"])
-def test_its_bytes_are_counted_from_its_config(made: Callable[[str], Path], kind: str) -> None:
+@pytest.mark.parametrize("kind", PACKED_ALREADY)
+def test_its_bytes_are_counted_from_its_config(made: Made, kind: str) -> None:
     folder = made(kind)
     found = outline(str(folder))
     whole = outline(str(few_bits.plain(folder.with_name(f"{kind}-counted"), found_family(kind))))
@@ -201,12 +193,11 @@ def test_weights_that_are_unpacked_as_they_are_read_are_counted_so(tmp_path: Pat
     assert sizes.weights_bytes(found, "auto") == found.parameters * 2
 
 
-def test_nothing_in_fewer_bits_is_proposed_for_it(made: Callable[[str], Path]) -> None:
+def test_nothing_in_fewer_bits_is_proposed_for_it(made: Made) -> None:
     found = outline(str(made("bitsandbytes-4")))
     tight = plan(found, Workload(1024), Machine(None, 1 << 20, 1 << 30, 0))
     assert not tight.fits
-    assert nearest(tight) is None
-    assert nearest_prefill(tight) is None
+    assert nearest(tight) is nearest_prefill(tight) is None
 
 
 @pytest.mark.parametrize(
@@ -221,20 +212,17 @@ def test_nothing_in_fewer_bits_is_proposed_for_it(made: Callable[[str], Path]) -
         ("bitsandbytes", "bitsandbytes", r"'offload-decode\[quant\]'"),
     ],
 )
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, missing: str, install: str
-) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch, kind: str, missing: str, install) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda name: None if name == missing else object())
-    folder = few_bits.plain(tmp_path / "model")
-    _state(folder, {"quant_method": kind, "bits": 4, "load_in_4bit": kind == "bitsandbytes"})
+    stated = {"quant_method": kind, "bits": 4, "load_in_4bit": kind == "bitsandbytes"}
+    folder = few_bits.state(few_bits.plain(tmp_path / "model"), stated)
     with pytest.raises(ModelError, match=f"reading them needs {missing}: pip install {install}$"):
         load(str(folder), "cpu")
 
 
 @pytest.mark.parametrize("method", ["hqq", "unheard of", "gguf", "", None, 7, ["fp8"]])
 def test_a_format_that_is_not_served_is_refused_by_name(tmp_path: Path, method: Any) -> None:
-    folder = few_bits.plain(tmp_path / "model")
-    _state(folder, {"quant_method": method})
+    folder = few_bits.state(few_bits.plain(tmp_path / "model"), {"quant_method": method})
     for read in (lambda: outline(str(folder)), lambda: load(str(folder), "cpu")):
         with pytest.raises(UnsupportedModel, match="which is not served; served are: awq, ") as raised:
             read()
@@ -243,14 +231,12 @@ def test_a_format_that_is_not_served_is_refused_by_name(tmp_path: Path, method: 
 
 @pytest.mark.parametrize("stated", [7, "fp8", [], ["fp8"]])
 def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path, stated: Any) -> None:
-    _state(few_bits.plain(tmp_path / "model"), stated)
+    few_bits.state(few_bits.plain(tmp_path / "model"), stated)
     with pytest.raises(ModelError):
         load(str(tmp_path / "model"), "cpu")
 
 
-def test_whole_weights_that_are_said_to_be_fp8_are_refused(
-    made: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_whole_weights_that_are_said_to_be_fp8_are_refused(made: Made, tmp_path: Path) -> None:
     folder = shutil.copytree(made("fp8"), tmp_path / "fp8")
     weights = load_file(folder / "model.safetensors")
     whole = {name: weight.half() for name, weight in weights.items() if not name.endswith("_scale_inv")}
@@ -259,16 +245,16 @@ def test_whole_weights_that_are_said_to_be_fp8_are_refused(
         load(str(folder), "cpu")
 
 
-def test_fp8_that_is_not_of_whole_blocks_is_refused(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_fp8_that_is_not_of_whole_blocks_is_refused(made: Made, tmp_path: Path) -> None:
     """Of 64 rows, two blocks of 48: transformers would take each scale for 32 of them."""
     folder = shutil.copytree(made("fp8"), tmp_path / "fp8")
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
-    _state(folder, stated | {"weight_block_size": [48, 48]})
+    few_bits.state(folder, stated | {"weight_block_size": [48, 48]})
     with pytest.raises(ModelError, match=r"is not of whole blocks, .* pip install kernels$"):
         load(str(folder), "cpu")
 
 
-def test_a_quantised_model_in_memory_has_a_fingerprint(made: Callable[[str], Path]) -> None:
+def test_a_quantised_model_in_memory_has_a_fingerprint(made: Made) -> None:
     pytest.importorskip("torchao")
     from transformers import AutoModelForCausalLM
 
@@ -277,8 +263,3 @@ def test_a_quantised_model_in_memory_has_a_fingerprint(made: Callable[[str], Pat
     assert wrap(first).weights_hash != weights_hash(
         AutoModelForCausalLM.from_pretrained(few_bits.plain(made("torchao").with_name("other")))
     )
-
-
-def _state(folder: Path, stated: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))

@@ -85,7 +85,5 @@ def test_a_plan_of_a_remembered_model_imports_no_transformers(tmp_path):
         "from offload_decode.models.size_estimate import outline; outline('demo')"
     )
     for command in (outlines_of, code):
-        ran = subprocess.run(
-            [sys.executable, "-c", command], capture_output=True, text=True, check=True, env=environment
-        )
-    assert ran.stdout.splitlines()[-1] == "[]"
+        printed = subprocess.check_output([sys.executable, "-c", command], text=True, env=environment)
+    assert printed.splitlines()[-1] == "[]"

@@ -15,6 +15,7 @@ TEXT = [
     "Question: What burns?\nAnswer: the lamp, the lamp of 1907.\n\nDocument: log.txt\nthe sea was calm;\n\n",
     "  indented lines,\n\n\n    and more of them.\n\nWhat was calm? What is the sea? Who is who? é 字 🙂\n",
 ] * 3
+LINES = [line for text in TEXT for line in text.split("\n")]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LLAMA_3 = (
@@ -36,8 +37,7 @@ def _metaspace(scheme: str, newlines: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    lines = [line for text in TEXT for line in text.split("\n")]
-    return _trained(tokenizer, TEXT if newlines else lines, initial_alphabet=["\n"])
+    return _trained(tokenizer, TEXT if newlines else LINES, initial_alphabet=["\n"])
 
 
 def _prepend() -> Tokenizer:
@@ -45,15 +45,9 @@ def _prepend() -> Tokenizer:
     merges, vocabulary = _learnt()
     names = [*SPECIAL, *BYTES]
     names += [token for token in vocabulary if token not in names]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: number for number, token in enumerate(names)},
-            merges=merges,
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    ids = {token: number for number, token in enumerate(names)}
+    how = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, **how))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -65,7 +59,7 @@ def _prepend() -> Tokenizer:
 def _learnt() -> tuple[list[tuple[str, str]], list[str]]:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    _trained(tokenizer, [line for text in TEXT for line in text.split("\n")])
+    _trained(tokenizer, LINES)
     held = json.loads(tokenizer.to_str())["model"]
     return [tuple(merge) for merge in held["merges"]], list(held["vocab"])
 
@@ -80,12 +74,9 @@ def _byte_level(prefix: bool) -> Tokenizer:
 def _llama_3() -> Tokenizer:
     """Full stop and line breaks in one token."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA_3), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(LLAMA_3), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     _trained(tokenizer, TEXT, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     assert ".ĊĊ" in tokenizer.get_vocab()
@@ -96,7 +87,7 @@ def _unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    return _trained(tokenizer, [line for text in TEXT for line in text.split("\n")], initial_alphabet=["\n"])
+    return _trained(tokenizer, LINES, initial_alphabet=["\n"])
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
@@ -122,13 +113,8 @@ def tokenizer_of(kind: str, beginning: str = "added", template: str | None = Non
             single=BEGINNINGS[beginning],
             special_tokens=[(token, backend.token_to_id(token)) for token in ("<s>", "</s>")],
         )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    how = {"clean_up_tokenization_spaces": False, **names}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **how)
     tokenizer.chat_template = template
     return tokenizer
