@@ -114,7 +114,6 @@ def _run_joined(runs: list[_Run]) -> None:
 
 
 def _parts(runs: list[_Run], room: int, logits: int) -> Iterator[_Part]:
-    """What the next pass runs: as much as there is room for, with at most so many `logits`."""
     for run in runs:
         left = len(run.ids) - run.done
         take = min(left, room, logits if run.every else left)
@@ -135,10 +134,8 @@ def _run_pass(parts: list[_Part]) -> None:
         sharing.append((prefix, own))
     cache = PackedCache([Segment(part.run.conversation.cache, len(part.ids)) for part in parts], blocks)
     ids = torch.tensor([[token for part in parts for token in part.ids]])
-    rows, start = [], 0
-    for part in parts:
-        rows += [start + row for row in part.rows]
-        start += len(part.ids)
+    starts = accumulate((len(part.ids) for part in parts), initial=0)
+    rows = [start + row for part, start in zip(parts, starts, strict=False) for row in part.rows]
     if rows:
         logits = loaded.forward_rows(ids, cache, torch.tensor(rows))
         for part, after in zip(parts, torch.split(logits, [len(part.rows) for part in parts]), strict=True):
@@ -154,7 +151,6 @@ def _run_pass(parts: list[_Part]) -> None:
 
 
 def _shared(parts: list[_Part]) -> StoredPrefix:
-    """The prefix that conversations have in common, with the watches of those that are watched."""
     prefix = parts[0].run.conversation.prefix.fork()
     for part, end in zip(parts, accumulate(len(part.ids) for part in parts), strict=True):
         if watches := part.run.conversation.prefix.watches:
@@ -183,9 +179,6 @@ def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
         share.by_layer = {layer: of(number) for layer, number in stats.by_layer.items()}
         part.run.conversation.prefix.stats.add(share)
         start += tokens
-
-
-# Several questions on one store in one forward pass, padded on the left.
 
 
 def answer_batch(

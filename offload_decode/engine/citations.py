@@ -70,7 +70,9 @@ class Watch:
         lse = state.lse.cpu()[:, rows, None]
         scores = None
         if isinstance(selection, PageSelection):
-            ids = _listed(selection, queries, self.host.length)[:, rows]
+            pages, limit = selection.pages.cpu(), selection.limit.cpu()
+            tokens = page_tokens(pages, selection.page_size, self.host.length, limit)
+            ids = (queries.by_row(tokens.unsqueeze(2)) if selection.shared else tokens)[:, rows]
         elif selection.ids is None:
             self._see_all(layer, own, lse)
             return
@@ -103,12 +105,6 @@ def last_rows(queries: Queries, sequence: int, end: int | None = None) -> Tensor
     return members * queries.tokens + (queries.tokens if end is None else end) - 1
 
 
-def _listed(selection: PageSelection, queries: Queries, n_tokens: int) -> Tensor:
-    """The tokens of every row, int64 `[Hkv, R, n]`, -1 where there is none."""
-    tokens = page_tokens(selection.pages.cpu(), selection.page_size, n_tokens, selection.limit.cpu())
-    return queries.by_row(tokens.unsqueeze(2)) if selection.shared else tokens
-
-
 def cite(
     watch: Watch, store: Store, tokenizer: Any, most_documents: int = DOCUMENTS, most_spans: int = SPANS
 ) -> tuple[CitedDocument, ...]:
@@ -126,11 +122,9 @@ def cite(
         if (share := float(mass[begin:end].sum())) >= LEAST:
             cited.append((share, one, slice(begin, end)))
     cited.sort(key=lambda found: -found[0])
-    best = cited[:most_documents]
-    spans = [_passages(one, tokens[own], mass[own], store, tokenizer, most_spans) for _, one, own in best]
-    return tuple(
-        CitedDocument(one.name, share, own) for (share, one, _), own in zip(best, spans, strict=True)
-    )
+    top = cited[:most_documents]
+    spans = [_passages(one, tokens[own], mass[own], store, tokenizer, most_spans) for _, one, own in top]
+    return tuple(CitedDocument(one.name, share, own) for (share, one, _), own in zip(top, spans, strict=True))
 
 
 def _passages(

@@ -49,7 +49,6 @@ class Conversation:
 
     @property
     def selector(self) -> Selector:
-        """How stored tokens are chosen, with what it remembers of this conversation."""
         return self.prefix.selector
 
     @property
@@ -74,8 +73,7 @@ class Conversation:
         if self.selector.remembers and length < self.length:
             if length > self.prefix.length:
                 raise ConfigError(
-                    f"selector '{self.selector.name}' cannot remember what it has dropped: crop to the "
-                    f"{self.prefix.length} stored tokens, or fork the engine before you branch"
+                    f"selector '{self.selector.name}' dropped tokens: crop to the stored, or fork the engine"
                 )
             self.selector.reset()
         self.pending = []
@@ -196,7 +194,6 @@ class Conversation:
 
     @property
     def prompt(self) -> Prompt:
-        """How questions are put after the corpus."""
         return self.loaded.prompt
 
     @property
@@ -252,8 +249,7 @@ def _ids(tokens: Sequence[int] | Tensor) -> list[int]:
         given = given[0]
     if given.ndim != 1:
         raise ConfigError(
-            f"tokens of the shape {list(given.shape)} are not one row: an engine holds one conversation; "
-            "give each row a fork (Engine.fork), or put questions to answer_many"
+            f"tokens of the shape {list(given.shape)} are not one row: fork for each, or use answer_many"
         )
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise ConfigError(f"tokens must be whole numbers, the ids of tokens, and not {given.dtype}")

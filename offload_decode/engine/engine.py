@@ -98,9 +98,7 @@ class Engine(Conversation):
     def answer(
         self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None, cites: bool = False
     ) -> Answer:
-        """Answer one question on its own: this engine's conversation stays as it is. `cites`: with what the
-        answer attended to.
-        """
+        """Answer one question on its own: the conversation stays. `cites`: with what it attended to."""
         forked = self.fork()
         with forked.watched() if cites else nullcontext() as watch:
             logits = forked.ask(question)
@@ -129,9 +127,6 @@ class Engine(Conversation):
         for start in range(0, len(questions), batch_size):
             answers += answer_batch(self, questions[start : start + batch_size], max_new_tokens, cites)
         return answers
-
-
-# A conversation with the bare model, through the engine that answers from a corpus.
 
 
 def without_corpus(loaded: LoadedModel, context: int | None = None) -> Conversation:

@@ -67,8 +67,6 @@ def _nucleus(weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return torch.where(before < share, best, 0.0), places
 
 
-# The text of generated tokens, piece by piece as they come.
-
 # So many tokens whose text is not whole yet are no character any more.
 _LONG = 64
 
@@ -88,7 +86,6 @@ class Pieces:
         self._ready = 0
 
     def push(self, token: int) -> str:
-        """What one more token lets be shown; it may be nothing."""
         self._tokens.append(token)
         many = len(self._tokens)
         if many > _LONG and many % (many // 8):  # all are decoded again, so not after every one
@@ -104,7 +101,6 @@ class Pieces:
         return written[len(before) :]
 
     def rest(self) -> str:
-        """What is left when no more tokens come."""
         before = decode(self._tokenizer, self._tokens[: self._ready])
         rest, self._tokens, self._ready = self._written[len(before) :], [], 0
         return rest

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import (
-    KV,
-    GeneratedLayer,
-    KeylessLayer,
-    LatentLayer,
-    PrefixLayer,
-    WindowLayer,
-)
+from offload_decode.hf.cache_layers import GeneratedLayer, KeylessLayer, LatentLayer, PrefixLayer, WindowLayer
 from offload_decode.hf.compat import DTYPES
 from offload_decode.hf.positions import ANYWHERE, Positions
 from offload_decode.hf.recurrent import RecurrentCache, States
@@ -101,18 +94,14 @@ class PrefixCache(RecurrentCache):
     def prefix(self) -> Prefix:
         return self.tails[0].prefix
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> KV:
-        """`GeneratedLayer.update`, in a pass of a model that is switched to the stored prefix."""
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         if self.begun is None:
             raise UnsupportedModel(
                 "this cache is for a model that attends to its stored prefix: run engine.loaded.model"
             )
-        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
+        return self.layers[layer_idx].update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Stored and generated tokens."""
         layer = self._keyed[layer_idx]
         return int(layer.prefix.length + layer.tail.length)
 
@@ -146,8 +135,7 @@ class PrefixCache(RecurrentCache):
     reorder_cache = batch_select_indices  # of beam search
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = self.tails[0].tail.batch
-        if rows is not None:
+        if (rows := self.tails[0].tail.batch) is not None:
             self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
@@ -177,7 +165,6 @@ class PrefixCache(RecurrentCache):
         return self.known_states(tail_length) if self.recurrent else tail_length
 
     def trim(self) -> None:
-        """Free the room for more tokens: the next pass allocates it again."""
         for layer in self.tails:
             layer.tail.trim()
 
@@ -187,14 +174,12 @@ class PrefixCache(RecurrentCache):
         return sum(layer.tail.nbytes for layer in self.tails) + self.state_bytes
 
     def begin(self, rows: int, tokens: int) -> None:
-        """A pass of so many sequences and tokens begins."""
         length = self.tails[0].tail.length
         self.begun = threading.get_ident(), length
         if self.recurrent:
             self.mark_states(length, rows, tokens)
 
     def rebase(self) -> None:
-        """The generated KV has joined the prefix: start anew."""
         for layer in self.layers:
             layer.rebase()
         self.marks, self._last = {}, {}
@@ -210,7 +195,6 @@ class PrefixCache(RecurrentCache):
         return (~new).sum(dim=1)
 
     def take_back(self) -> None:
-        """Undo a pass that was interrupted."""
         if self.begun is None:
             return
         thread, length = self.begun
@@ -234,8 +218,7 @@ class PrefixCache(RecurrentCache):
 
     def refuse_rows(self, rows: int) -> NoReturn:
         raise ConfigError(
-            f"this cache holds {self.tails[0].tail.batch} sequences, and {rows} came: run as many in every "
-            "pass, or change it with batch_select_indices or batch_repeat_interleave"
+            f"this cache holds {self.tails[0].tail.batch} sequences, and {rows} came: run as many each time"
         )
 
     def check_room(self, tokens: int, shown: Tensor | None) -> None:

@@ -98,8 +98,7 @@ class _Layer:
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        return -1
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.8
 
 
 class GeneratedLayer(_Layer):
@@ -125,7 +124,6 @@ class GeneratedLayer(_Layer):
 
     @property
     def places(self) -> Places:
-        """What the last tokens see of `visible`, where nothing is padding."""
         return Places()
 
     def get_seq_length(self) -> int:
@@ -142,7 +140,6 @@ class GeneratedLayer(_Layer):
         return fork
 
     def rebase(self) -> None:
-        """The generated KV has joined the prefix: start anew."""
         self.reset()
 
 
@@ -167,7 +164,6 @@ class LatentLayer(PrefixLayer):
         return indexer_key_states.new_zeros(()).expand(batch, self.tail.length, dim)
 
     def visible(self) -> KV:
-        """Latents and rotary parts, of which the model makes keys and values."""
         rows, _ = self.tail.view()
         return rows[..., : self.rank], rows[..., self.rank :]
 
@@ -199,7 +195,6 @@ class WindowLayer(GeneratedLayer):
 
     @property
     def places(self) -> Places:
-        """Those of the window; chunks are seen by a mask."""
         return Places(self.sliding_window)
 
     def near(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -277,9 +272,7 @@ class GraphCache(Cache):  # type: ignore[misc]
     def __init__(self, layers: int, seen: int, attend: Attend):
         super().__init__(layers=[GraphLayer(index, seen, attend) for index in range(layers)])
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> KV:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> KV:
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -294,7 +287,6 @@ class GraphLayer(PassLayer):
         self._given: KV | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor) -> KV:
-        """The new keys and values as they are; the pass recognises the keys."""
         tagged = key_states.view_as(key_states)
         self._given = tagged, value_states
         RUNNING.current.updated(self, tagged)

@@ -8,6 +8,7 @@ own config and class, with the weights renamed to those of a checkpoint of the t
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
@@ -120,8 +121,7 @@ def check_alone(config: Any) -> None:
     """`UnsupportedModel` for the config of a multimodal model that is loaded already."""
     if text_of(config).model_type != config.model_type:
         raise UnsupportedModel(
-            f"this '{config.model_type}' model is loaded with its encoders of images or sound: give its "
-            "folder or its transformers id instead, of which the text model alone is loaded"
+            f"this '{config.model_type}' model is loaded with its encoders: give its folder or its id"
         )
 
 
@@ -141,13 +141,11 @@ def class_of(text: Any) -> Any:
 
 @dataclass(frozen=True)
 class Names:
-    """Where a checkpoint has the text model's weights: below `base`, and the output layer's below `head`;
-    `mapping` is transformers' `key_mapping` to the names of the text model alone.
-    """
+    """Where a checkpoint has the text's weights, below `base`, and the output layer, below `head`."""
 
     base: str
     head: str | None
-    mapping: dict[str, str] = field(default_factory=dict)
+    mapping: dict[str, str] = field(default_factory=dict)  # transformers' key_mapping to the text's own names
 
 
 def names_of(checkpoint: Collection[str], model: Any) -> Names:
@@ -157,7 +155,7 @@ def names_of(checkpoint: Collection[str], model: Any) -> Names:
     below = {name.removesuffix(inner[0]) for name in there if f".{name}".endswith(f".{inner[0]}")}
     own = max(sorted(below), key=lambda prefix: sum(prefix + name in there for name in inner), default=base)
     heads = [name for name in checkpoint if re.search(r"(^|\.)lm_head\.weight$", name)]
-    head = max(heads, key=lambda name: _shared(name, own), default=None)
+    head = max(heads, key=lambda name: len(os.path.commonprefix([name, own])), default=None)  # noqa: RUF071
     mapping = {}
     if own not in ("", base):
         mapping[f"^{re.escape(own)}"] = base
@@ -201,11 +199,6 @@ def _base(model: Any) -> str:
     table = model.get_input_embeddings()
     path: str = next(path for path, module in model.named_modules() if module is table)
     return path[: path.rfind(".") + 1]
-
-
-def _shared(one: str, other: str) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _plain(text: Any, family: str) -> Any:

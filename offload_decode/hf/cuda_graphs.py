@@ -76,7 +76,6 @@ class GraphPass:
 
     @property
     def layers(self) -> list[int]:
-        """The layers at whose attention it stops, in order."""
         return [stop.call.layer for stop in self._stops]
 
     def run(self, ids: Tensor, positions: Tensor, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
@@ -237,9 +236,7 @@ class GraphForward:
             self._begin()
 
     def _difference(self, captured: GraphPass, ids: Tensor, positions: Tensor, layers: int) -> str | None:
-        """How the states of other tokens at other positions differ from those of a plain pass; None if they
-        do not. Smaller ids and positions than the recorded ones are in every table of a model.
-        """
+        """How states of smaller ids and positions, which all tables have, differ from plain ones; or None."""
         others, places = ids // 2, positions // 2
         cache = GraphCache(layers, int(places.max()), _stand_in)
         true = passed(self._forward, others, places, cache).last_hidden_state.float()
@@ -297,7 +294,6 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
 
 
 def _attend(cache: PrefixCache | PackedCache, call: AttentionCall) -> Tensor:
-    """Attention to the stored and to the generated tokens."""
     layer = cache.layers[call.layer]
     keys, values = cache.update(call.key, call.value, call.layer)
     if isinstance(layer, WindowLayer):  # one token sees all of the window

@@ -206,8 +206,7 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     prefix, tail = cache.prefix_length, cache.tail_length
     if mask.shape[1] != (whole := prefix + tail + tokens):
         raise ConfigError(
-            f"the attention mask covers {mask.shape[1]} tokens, but {whole} are stored, of earlier turns or "
-            "new: pass ones for all of them, as Engine.inputs does"
+            f"the attention mask covers {mask.shape[1]} tokens, but {whole} are there: pass ones for all"
         )
     if len(mask) != rows:
         raise ConfigError(f"the attention mask has {len(mask)} rows, but there are {rows} to run")
@@ -270,8 +269,7 @@ def _check_positions(
         wrong = (~right).nonzero()[0].tolist()
         found, wanted = (int(one.expand_as(right)[tuple(wrong)]) for one in (positions, expected))
         raise ConfigError(
-            f"a new token has position {found}, but behind all that came before it is {wanted}: pass a mask "
-            "that covers them, and position_ids that do not count the padding"
+            f"a new token has position {found}, but here it is {wanted}: positions do not count the padding"
         )
 
 

@@ -71,7 +71,6 @@ _turns = _Turns()
 
 
 def _multiply(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """A layer's `forward` of its `input [..., D]`."""
     if input.device.type != "cpu":
         return forward(input)
     with _turns.single() if input.numel() == input.shape[-1] else _turns.several():

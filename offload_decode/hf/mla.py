@@ -25,9 +25,7 @@ _MADE: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Latent:
-    """The widths of a module's latent attention: `rank` of the latent, `plain` and `rotary` of the two parts
-    of a head's key, `value` of its value.
-    """
+    """The widths of latent attention: `rank` of the latent, `plain` and `rotary` of a head's key, `value`."""
 
     rank: int
     plain: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +94,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             own.begin(1, count)
         self._begun = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> KV:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> KV:
         if not self._begun:
             raise UnsupportedModel("a packed cache needs a model that attends to stored prefixes")
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
@@ -107,7 +105,6 @@ class PackedCache(Cache):  # type: ignore[misc]
         return (layer if isinstance(layer, PackedLayer) else self.tails[0]).get_seq_length()
 
     def check_attended(self) -> None:
-        """Raise as `PrefixCache.check_attended` does; else the pass is over."""
         for layer in self.tails:
             if layer.unattended or not layer.updated:
                 raise UnsupportedModel(
@@ -157,13 +154,10 @@ class PackedLayer(PassLayer):
         return tagged, value_states
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """As `LatentLayer.update_indexer`."""
         return torch.zeros_like(indexer_key_states)
 
     def attend(self, query: Tensor, scaling: float, softcap: float | None) -> tuple[AttentionState, ...]:
-        """From `query [1, H, total, D]` to each segment's generated KV, and in a full layer to the
-        prefixes: a state of each. For latents the queries are absorbed ones.
-        """
+        """From `query [1, H, total, D]` (latents: absorbed) to each segment's KV and the prefixes: states."""
         # The generated KV is attended to between these two, as behind one prefix.
         finishes, start = [], 0
         for prefix, tokens in self.blocks:
@@ -176,13 +170,10 @@ class PackedLayer(PassLayer):
         return (generated, _concatenated([finish() for finish in finishes])) if finishes else (generated,)
 
     def get_seq_length(self) -> int:
-        """Of the longest conversation, before the pass or with all that is run in it."""
         return self._first + (self._new if self.updated else 0)
 
 
-def _packed_layer(
-    index: int, segments: Sequence[Segment], blocks: Sequence[Block]
-) -> PackedLayer | KeylessLayer:
+def _packed_layer(index: int, segments: list[Segment], blocks: Sequence[Block]) -> PackedLayer | KeylessLayer:
     layers = [segment.cache.layers[index] for segment in segments]
     if not isinstance(layers[0], GeneratedLayer):
         return KeylessLayer(index)
@@ -207,7 +198,6 @@ def _attend_generated(
 
 
 def _concatenated(states: Sequence[AttentionState]) -> AttentionState:
-    """States of segments as the state of all tokens."""
     if len(states) == 1:
         return states[0]
     out, lse = zip(*states, strict=True)

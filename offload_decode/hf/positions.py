@@ -106,8 +106,7 @@ class Lengths:
         positions = self._rotated_for(known)
         if not known or positions.length != noted or tokens > (positions.most or math.inf):
             raise StoreMismatch(
-                "This model rotates keys by the length of the whole text, and the store does not say which "
-                "that is: prefill again."
+                "Keys are rotated by the length of a text, which this store does not state: prefill again."
             )
         return positions
 
@@ -180,8 +179,7 @@ def _switches(rope: Mapping[str, Any]) -> tuple[int, ...]:
             length = one.get("original_max_position_embeddings")
             if type(length) is not int or not 0 < length <= _MOST:
                 raise UnsupportedModel(
-                    "longrope parameters must state the length that the model was first trained on "
-                    "(original_max_position_embeddings), and these do not: mend config.json"
+                    "longrope without original_max_position_embeddings cannot be rotated: mend config.json"
                 )
             found.add(length)
     return tuple(sorted(found))

@@ -33,7 +33,6 @@ class States:
         return self.held.get(name)
 
     def put(self, name: str, state: Tensor) -> Tensor:
-        """Take the state after a pass."""
         self.held[name] = state.detach().to(self._dtypes.get(name, state.dtype))
         return self.held[name]
 
@@ -55,11 +54,9 @@ class States:
         """These rows of the batch; of one that all rows share, as many of it."""
 
         def picked(state: Tensor) -> Tensor:
-            return (
-                state.expand(len(index), *state.shape[1:])
-                if len(state) == 1
-                else state[index.to(state.device)]
-            )
+            if len(state) == 1:
+                return state.expand(len(index), *state.shape[1:])
+            return state[index.to(state.device)]
 
         return States({name: picked(state) for name, state in self.held.items()}, self._dtypes)
 
@@ -82,14 +79,11 @@ class RecurrentCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: list[Any]):
         super().__init__(layers=layers)
-        # Whether some layer has states.
         self.recurrent = any(layer.states is not None for layer in layers)
-        # Where turns began, and where the last pass did.
-        self.marks: Marks = {}
-        self._last: Marks = {}
+        self.marks: Marks = {}  # where turns began
+        self._last: Marks = {}  # where the last pass did
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last inputs of a convolution; None before the first token."""
         return self._states(layer_idx).get(f"conv{state_idx}")
 
     def update_conv_state(
@@ -97,13 +91,12 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         conv_states: Tensor,
         layer_idx: int,
         state_idx: int = 0,
-        conv_kernel_size: int | None = None,
+        conv_kernel_size: Any = None,
         **_: object,
     ) -> Tensor:
         return self._states(layer_idx).push(f"conv{state_idx}", conv_states, conv_kernel_size)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a recurrence; None before the first token."""
         return self._states(layer_idx).get(f"recurrent{state_idx}")
 
     def update_recurrent_state(
@@ -153,7 +146,6 @@ class RecurrentCache(Cache):  # type: ignore[misc]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all states, each counted once."""
         kept = [layers for marks in (self.marks, self._last) for layers in marks.values()]
         states = [state for layers in [self._held(), *kept] for state in layers.values()]
         held = {id(tensor): tensor for state in states for tensor in state.held.values()}

@@ -102,7 +102,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 def _on_part(
     forward: Forward,
     hidden: Tensor,
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     kwargs: dict[str, Any],
     tokens: slice,
     rows: Any = None,

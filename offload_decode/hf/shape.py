@@ -85,11 +85,7 @@ def observed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
     fields = json.dumps([_FORM, versions, text.to_dict()], sort_keys=True, default=str)
     key = f"shape {sha256(fields.encode()).hexdigest()}"
     return cached(
-        key,
-        lambda: _observed(text),
-        asdict,
-        lambda stored: shape_from(stored, FORMAT_VERSION, DTYPES),
-        _LONG_S,
+        key, lambda: _observed(text), asdict, lambda own: shape_from(own, FORMAT_VERSION, DTYPES), _LONG_S
     )
 
 

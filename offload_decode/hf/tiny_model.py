@@ -16,9 +16,7 @@ import torch
 from offload_decode.hf.positions import rope_parameters, rotations
 from offload_decode.hf.shape import text_config, text_model
 
-VOCABULARY = 96
-WINDOW = 7
-CHUNK = 8
+VOCABULARY, WINDOW, CHUNK = 96, 7, 8
 _LENGTH = 16  # for rotations that change with the length of a text
 _POSITIONS, _MOST_POSITIONS = 256, 1 << 16  # some have a learned row for each
 _SPREAD = 0.04  # of weights: with larger ones some models multiply their rounding
@@ -167,9 +165,7 @@ def _shrunk(text: Any, layers: list[int], total: int, width: int) -> Any:
             fields[name] = held // total * len(layers)
     if shared := fields.get("num_kv_shared_layers"):
         fields["num_kv_shared_layers"] = sum(layer >= total - shared for layer in layers)
-    for name in ("initializer_range", "init_std"):
-        if name in fields:
-            fields[name] = _SPREAD
+    fields |= dict.fromkeys(fields.keys() & {"initializer_range", "init_std"}, _SPREAD)
     if "dynamic" in [own.get("rope_type") for own in rotations(rope_parameters(text))]:
         fields["max_position_embeddings"] = _LENGTH
     return type(text).from_dict(fields)
@@ -214,7 +210,7 @@ class _Sizes:
         if _HEADS.fullmatch(name):
             return max(1, self.few_heads * value // self.heads) if value >= self.heads else min(value, 2)
         if _KV_HEADS.fullmatch(name):
-            return self._kv(value)
+            return 1 if value == 1 else 2 if value in self.kv_heads[:1] else self.few_heads
         if _HEAD_DIMS.fullmatch(name):
             return self._dim(value)
         if _MAMBA_DIMS.fullmatch(name):
@@ -231,13 +227,6 @@ class _Sizes:
         if value in (self.hidden, 2 * self.hidden) and re.search(r"hidden|dim|^size|width|embd|model", name):
             return value // self.hidden * self.few_hidden
         return min(value, next((most for pattern, most in _MOST if re.fullmatch(pattern, name)), value))
-
-    def _kv(self, value: int) -> int:
-        if value == 1:
-            return 1
-        if value == self.heads:
-            return self.few_heads
-        return 2 if value == self.kv_heads[0] else self.few_heads
 
     def _dim(self, value: int) -> int:
         return max(2, 2 * round(value / (2 * self.divisor)))

@@ -26,7 +26,7 @@ T = TypeVar("T")
 def cached(
     key: str,
     compute: Callable[[], T],
-    dump: Callable[[T], object],
+    dump: Callable[[T], Any],
     parse: Callable[[Any], T],
     slow_s: float = 0.0,
 ) -> T:

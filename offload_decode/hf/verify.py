@@ -184,10 +184,8 @@ class Trial:
     """One tiny model with one set of weights, run both ways."""
 
     def __init__(self, tiny: Any, seed: int) -> None:
-        self.step = "a plain pass"
-        self.mixer = ""  # the one that runs, or ran last
-        self.worst = 0.0
-        self.close = CLOSE
+        self.step, self.mixer = "a plain pass", ""  # the mixer that runs, or ran last
+        self.worst, self.close = 0.0, CLOSE
         self.shape = observed_shape(tiny, torch.float32)
         self.plain, self.model = tiny_model_of(tiny, seed), tiny_model_of(tiny, seed)
         self.lengths = lengths_of(tiny, self.model.base_model)
@@ -255,7 +253,6 @@ class Trial:
         self._compare(cache, ids[:1, start : start + tokens], [(0, start, tokens)])
 
     def _batch(self, cache: PrefixCache, ids: Tensor) -> None:
-        """Two sequences of other lengths, and one token more of each."""
         lengths = torch.tensor([_QUESTION, _SHORT])
         asked = torch.zeros(2, _QUESTION, dtype=torch.long)
         for row, length in enumerate(lengths.tolist()):
@@ -271,7 +268,6 @@ class Trial:
     def _compare(
         self, cache: PrefixCache, ids: Tensor, places: list[tuple[int, int, int]], mask: Tensor | None = None
     ) -> None:
-        """Run `ids [B, T]`, whose last tokens stand at `places` as in `check`."""
         positions = None if mask is None else (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
         logits = self._logits(ids, cache, attention_mask=mask, position_ids=positions)
         self.check([logits[row, -tokens:] for row, (_, _, tokens) in enumerate(places)], places)
@@ -302,7 +298,6 @@ class Trial:
         return _OTHER_LOGITS
 
     def _watch(self, model: Any) -> None:
-        """Note the output of each mixer of `model`, by its layer and class."""
         for module in model.base_model.modules():
             within = [part for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)]
             if within == [module]:

@@ -178,9 +178,9 @@ def _named_files(source: str) -> list[Path]:
     shards = set(named.values()) if isinstance(named, dict) else set()
     if not shards or not all(isinstance(n, str) and re.fullmatch(r"[^/\\]+\.safetensors", n) for n in shards):
         raise ModelError(f"{folder / INDEX} names files that are no safetensors: fetch the checkpoint again")
-    if not Path(source).is_dir():
-        return [folder / INDEX, *(Path(str(cached_file(source, name))) for name in sorted(shards))]
-    return [folder / INDEX, *(folder / name for name in sorted(shards))]
+    local = Path(source).is_dir()
+    paths = (folder / name if local else Path(str(cached_file(source, name))) for name in sorted(shards))
+    return [folder / INDEX, *paths]
 
 
 def weight_names(found: list[Path]) -> list[str]:
@@ -241,8 +241,7 @@ def _check_files(folder: Path) -> None:
             raise ModelError(f"{path} is not a regular file: fetch the checkpoint again")
         if (held := path.stat().st_size) > most:
             raise ModelError(
-                f"{path} has {held / _MIB:,.0f} MiB, where {most // _MIB} MiB are more than enough: fetch "
-                "the checkpoint again"
+                f"{path} has {held / _MIB:,.0f} MiB, more than {most // _MIB}: fetch the checkpoint again"
             )
 
 

@@ -85,9 +85,7 @@ def weights_hash(model: Any) -> str:
 
 
 def files_hash(files: Sequence[Path], quantization: dict[str, Any]) -> str:
-    """SHA-256 of every byte of the safetensors of a quantized checkpoint, with names, shapes and dtypes, and
-    of its quantization config: the same wherever it is read, and however its weights are widened there.
-    """
+    """SHA-256 of a quantized checkpoint's safetensors (bytes, names, shapes, dtypes) and quantization."""
     from safetensors import safe_open
 
     with ExitStack() as stack:

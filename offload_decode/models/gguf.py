@@ -60,7 +60,6 @@ class _Header:
         return {self._text(): self._value(self._unpack("<I")[0]) for _ in range(pairs)}
 
     def check_tensors(self) -> None:
-        """See that every tensor begins within the file."""
         for _ in range(self.tensors):
             self._text()
             (dimensions,) = self._unpack("<I")

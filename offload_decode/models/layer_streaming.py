@@ -138,7 +138,6 @@ class _Room:
 
 
 def _laid_out(memory: torch.Tensor, layer: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """Views of `memory` like the weights of a layer, one after another."""
     start = 0
     for weight in layer:
         yield _fixed(memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape))

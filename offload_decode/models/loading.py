@@ -40,9 +40,7 @@ AnyCache = PrefixCache | PackedCache
 
 
 class Padding(NamedTuple):
-    """Of a padded batch of `[B, T]` tokens: a mask `[B, covered + T]`, which shows all stored tokens, and
-    their positions `[B, T]`.
-    """
+    """Of a padded batch `[B, T]`: a mask `[B, covered + T]`, which shows all stored tokens, and positions."""
 
     mask: Tensor
     positions: Tensor

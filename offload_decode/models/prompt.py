@@ -46,10 +46,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any)
     `TemplateRefuses`, and `ModelError` where the template is, or writes, too much.
     """
     if len(str(tokenizer.chat_template)) > LONGEST_TEMPLATE:
-        raise ModelError(
-            f"the chat template of this model has more than {LONGEST_TEMPLATE:,} characters: mend it, or "
-            "fetch the checkpoint again"
-        )
+        raise ModelError(f"the chat template has more than {LONGEST_TEMPLATE:,} characters: mend it")
     try:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **more))
     except MemoryError:
@@ -59,10 +56,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any)
     # Some put a message there twice, or escaped.
     own = len(text) - LONGEST_WRITTEN
     if own > 0 and own > 4 * len(json.dumps([list(messages), more])):
-        raise ModelError(
-            f"the chat template of this model writes more than {LONGEST_WRITTEN:,} characters of its own: "
-            "mend it, or fetch the checkpoint again"
-        )
+        raise ModelError(f"the chat template writes more than {LONGEST_WRITTEN:,} characters: mend it")
     return text
 
 
@@ -157,7 +151,6 @@ def _places(special: re.Pattern[str], text: str, start: int = 0) -> list[tuple[i
 
 
 def _written(special: re.Pattern[str], parts: Sequence[Piece]) -> list[tuple[int, str]]:
-    """Where the templates' special tokens lie in the whole."""
     places, start = [], 0
     for part in parts:
         places += [] if part.users else _places(special, part.text, start)

@@ -33,9 +33,7 @@ _OUTLIER = 6.0  # larger inputs are multiplied unquantized: LLM.int8()'s own thr
 
 @dataclass(frozen=True)
 class Format:
-    """A published format: the modules that reading it `needs`, and what to `install` for them. `packed_on`:
-    where it runs packed (`cpu`, `gpu`); elsewhere its weights are widened.
-    """
+    """A published format: modules it `needs`, what to `install`, and where it runs packed (`packed_on`)."""
 
     said: str
     needs: tuple[str, ...]
@@ -43,21 +41,19 @@ class Format:
     packed_on: frozenset[str]
 
 
-_NOWHERE, _GPU, _EVERYWHERE = frozenset[str](), frozenset({"gpu"}), frozenset({"cpu", "gpu"})
+_NONE, _GPU, _EVERYWHERE = frozenset[str](), frozenset({"gpu"}), frozenset({"cpu", "gpu"})
 GGUF = "gguf"
 # By `quant_method`, as a config.json names it.
 FORMATS = {
     "awq": Format("AWQ", ("accelerate", "gptqmodel"), "gptqmodel", _EVERYWHERE),
     "bitnet": Format("BitNet", ("accelerate",), _QUANT, _EVERYWHERE),
     "bitsandbytes": Format("bitsandbytes", ("accelerate", "bitsandbytes"), _QUANT, _EVERYWHERE),
-    "compressed-tensors": Format(
-        "compressed-tensors", ("accelerate", "compressed_tensors"), _QUANT, _NOWHERE
-    ),
+    "compressed-tensors": Format("compressed-tensors", ("accelerate", "compressed_tensors"), _QUANT, _NONE),
     "fp8": Format("FP8", ("accelerate",), _QUANT, _GPU),
     "gptq": Format("GPTQ", ("accelerate", "gptqmodel", "optimum"), "gptqmodel optimum", _EVERYWHERE),
     "mxfp4": Format("MXFP4", ("accelerate",), _QUANT, _GPU),
     "torchao": Format("torchao", ("accelerate", "torchao"), "accelerate torchao", _EVERYWHERE),
-    GGUF: Format("GGUF", ("accelerate", "gguf"), _QUANT, _NOWHERE),
+    GGUF: Format("GGUF", ("accelerate", "gguf"), _QUANT, _NONE),
 }
 # What a GPU must have to run these packed: the least compute capability, and modules.
 _ON_GPU = {"fp8": ((8, 9), ("kernels",)), "mxfp4": ((7, 5), ("kernels", "triton"))}

@@ -48,21 +48,16 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
 
 
 def _names(found: list[Path], config: Any) -> Names:
-    """How the text model's weights are named in a checkpoint."""
     with Unfilled(), torch.device("meta"):
         model = class_of(config)._from_config(quantization.unquantised(config))
-    if quantization.quantization_of(config) is None:
-        _check_held(found, sum(weight.numel() for weight in model.parameters()))
-    return names_of(weight_names(found), model)
-
-
-def _check_held(found: list[Path], parameters: int) -> None:
-    """Transformers makes room for weights that are not there, and fills it."""
+    parameters = sum(weight.numel() for weight in model.parameters())
     held = sum(path.stat().st_size for path in found)
-    if parameters > held:  # a number has a byte at the least
+    # Transformers makes room for weights that are not there, and fills it. A number has a byte at the least.
+    if quantization.quantization_of(config) is None and parameters > held:
         raise ModelError(
             f"its config.json has {parameters:,} parameters, and the files of its weights have {held:,} bytes"
         )
+    return names_of(weight_names(found), model)
 
 
 def read_packed(
@@ -120,6 +115,5 @@ def _check_blocks(found: list[Path], stated: dict[str, Any]) -> None:
                         )
     if not scaled:
         raise ModelError(
-            "its config.json says that its weights are FP8, and they have no scales: take "
-            "quantization_config out of it, or fetch the checkpoint again"
+            "its config.json says that its weights are FP8, and they have no scales: mend quantization_config"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,7 @@ from offload_decode.common.errors import ModelError
 from offload_decode.hf.user_cache import cached_fingerprint
 
 # All several times the largest that are known.
-_MOST_ID = 1 << 22
-_MOST_ADDED = 1 << 16
-_LONGEST_ADDED = 1 << 12
+_MOST_ID, _MOST_ADDED, _LONGEST_ADDED = 1 << 22, 1 << 16, 1 << 12
 _MOST_RULES = 1 << 16  # letters of JSON
 _MOST_CHARACTERS = 1 << 24  # letters of a table of characters
 _MOST_GROWTH = 256
@@ -69,11 +68,8 @@ def _check_rules(name: str, rules: Any) -> None:
         raise ValueError(f"its {name} has a table of characters that is too large, or cut off")
     if len(json.dumps(rules)) > _MOST_RULES:
         raise ValueError(f"its {name} has more than {_MOST_RULES:,} letters")
-    growth = 1
-    for rule in each:
-        growth *= _growth(rule)
-        if growth > _MOST_GROWTH:
-            raise ValueError(f"its {name} makes texts more than {_MOST_GROWTH} times as long")
+    if math.prod(map(_growth, each)) > _MOST_GROWTH:
+        raise ValueError(f"its {name} makes texts more than {_MOST_GROWTH} times as long")
 
 
 def _is_whole(table: str) -> bool:
@@ -83,7 +79,6 @@ def _is_whole(table: str) -> bool:
 
 
 def _each(rules: Any) -> Iterable[dict[str, Any]]:
-    """A rule and those that it is a sequence of."""
     if isinstance(rules, dict):
         yield rules
         for inner in rules.values():

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.config import EngineConfig
-from offload_decode.engine.distributed import Ask, Promised, ScatteredPrefix
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.step import StoredPrefix
+from offload_decode.engine.step import Ask, Promised, ScatteredPrefix, StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.prefill_jobs.on_ray.workers import (

@@ -14,8 +14,7 @@ from torch import Tensor
 from offload_decode import Engine
 from offload_decode.attention.state import attend
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.distributed import Promised, ScatteredPrefix
-from offload_decode.engine.step import StoredPrefix
+from offload_decode.engine.step import Promised, ScatteredPrefix, StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.store.base import StoreRange, ranges
 from offload_decode.store.memory import MemoryStore
