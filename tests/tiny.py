@@ -84,7 +84,7 @@ def token_store(folder: Path, loaded: Any, ids: Any, chunk: int | None = None, *
 
     options = {"chunk": chunk, "budget": settings.pop("budget", None)}
     how = Settings(options={name: own for name, own in options.items() if own is not None}, **settings)
-    prefill_tokens(loaded, np.array(ids, np.int32), [Document("all", 0, len(ids))], folder, how)
+    prefill_tokens(loaded, np.asarray(ids, np.int32), [Document("all", 0, len(ids))], folder, how)
     return folder
 
 

@@ -37,7 +37,6 @@ def opened(tmp_path_factory):
 
 
 def made(count, seed=0):
-    """So many ids."""
     return random_ids(count, seed).tolist()
 
 

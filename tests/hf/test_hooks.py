@@ -294,8 +294,12 @@ def test_another_model_does_not_run_behind_the_prefix(engine):
 
 def test_a_layer_that_leaves_the_cache_out_is_noticed(engine, monkeypatch):
     layer = engine.loaded.model.base_model.layers[1]
-    forward, nothing = layer.forward, dict.fromkeys(CACHE_NAMES)
-    monkeypatch.setattr(layer, "forward", lambda *given, **named: forward(*given, **(named | nothing)))
+    forward = layer.forward
+
+    def left_out(*given, **named):
+        return forward(*given, **{name: own for name, own in named.items() if name not in CACHE_NAMES})
+
+    monkeypatch.setattr(layer, "forward", left_out)
     with pytest.raises(UnsupportedModel, match="layer 1 attended without its stored prefix"):
         run(engine, ASKED, engine.new_cache())
 

@@ -23,6 +23,7 @@ def pair(key: str, value: int) -> bytes:
     return text(key) + struct.pack("<IQ", 10, value)
 
 
+FAR = struct.pack("<IQIQ", 1, 4, 0, 1 << 40)  # of a tensor that would begin there
 ARCHITECTURE = text("general.architecture") + struct.pack("<I", 8) + text("llama")
 
 
@@ -79,10 +80,7 @@ def test_of_several_files_one_is_to_be_named(whole: Path, tmp_path: Path) -> Non
         (header(ARCHITECTURE, pair("llama.embedding_length", 10**15)), "its embedding_length is"),
         (header(ARCHITECTURE, tensors=1), "cut off"),
         (header(ARCHITECTURE, text("t") + struct.pack("<I", 1 << 30), count=1, tensors=1), "four dimensions"),
-        (
-            header(ARCHITECTURE, text("t") + struct.pack("<IQIQ", 1, 4, 0, 1 << 40), count=1, tensors=1),
-            "cut off",
-        ),
+        (header(ARCHITECTURE, text("t") + FAR, count=1, tensors=1), "cut off"),
         (header(ARCHITECTURE, pair("split.count", 3)), "one of 3 pieces: join them"),
     ],
 )

@@ -48,8 +48,7 @@ def test_a_remembered_outline_is_the_counted_one(folder, counted):
 def test_another_config_is_counted_anew(folder, counted):
     first = outline(str(folder))
     config = folder / "config.json"
-    changed = json.loads(config.read_text()) | {"vocab_size": 1000}
-    config.write_text(json.dumps(changed))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1000}))
     assert outline(str(folder)).vocabulary == 1000 != first.vocabulary
     assert len(counted) == 2
 
