@@ -1,8 +1,8 @@
 """Stores are made, appended to and deleted while others are asked.
 
-Each prefill and each append is a job: a folder of its own on disk (`job_files`) and, while it runs, a process
-of its own (`job_process`). One runs at a time, in the order in which they came. A new server continues the
-jobs that another one left.
+Each prefill and each append is a job: a folder of its own on disk and, while it runs, a process of its own
+(`server.job`). One runs at a time, in the order in which they came. A new server continues the jobs that
+another one left.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,8 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from offload_decode.common.errors import ConfigError, StoreBusy, StoreError, StoreExists
+from offload_decode.hf.compat import check_dtype
+from offload_decode.models.quantization import check_weights
+from offload_decode.prefill_jobs.job import Settings
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
-from offload_decode.server.job_files import (
+from offload_decode.server.job import (
+    EXCHANGE,
     JOBS,
     Job,
     JobFiles,
@@ -31,9 +37,9 @@ from offload_decode.server.job_files import (
     Work,
     discard,
     empty_trash,
+    reason_of,
     remove,
 )
-from offload_decode.server.job_process import EXCHANGE, reason_of
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
 
 LOG = logging.getLogger("offload_decode.server")
@@ -61,21 +67,6 @@ class JobProgress:
     seconds_left: float | None = None
 
 
-class Speed:
-    """JobProgress with the time that is left, by the speed since a stage began."""
-
-    def __init__(self) -> None:
-        self._stage, self._first, self._began = "", 0, 0.0
-
-    def __call__(self, stage: str, done: int, total: int) -> JobProgress:
-        now = time.monotonic()
-        if stage != self._stage:
-            self._stage, self._first, self._began = stage, done, now
-        ran = done - self._first
-        left = (now - self._began) * (total - done) / ran if ran > 0 else None
-        return JobProgress(stage, done, total, left)
-
-
 class Jobs:
     """The jobs of a server, in the first folder among its places; a thread runs them until `close`, and the
     next server continues them. `device` is where their models run. With `read_only` there are none, and
@@ -99,10 +90,11 @@ class Jobs:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
         self._exchanging = self._closed = False
-        if not read_only:
-            for folder in catalog.folders:
-                empty_trash(folder)
-        if not read_only and catalog.folders and (catalog.folders[0] / JOBS).is_dir():
+        if read_only:
+            return
+        for folder in catalog.folders:
+            empty_trash(folder)
+        if catalog.folders and (catalog.folders[0] / JOBS).is_dir():
             try:
                 self._begin()
             except StoreError as error:
@@ -221,8 +213,7 @@ class Jobs:
                 if job is None:
                     LOG.warning("%s is left out: it holds no job that can be read", folder)
                 else:
-                    again = job if job.over else replace(job, state="queued")
-                    self._jobs[job.id] = again
+                    self._jobs[job.id] = job if job.over else replace(job, state="queued")
             self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
             self._thread.start()
         return self._files
@@ -269,7 +260,10 @@ class Jobs:
             except OSError as error:
                 raise StoreError(f"the documents cannot be kept: {error.strerror}") from error
             self._jobs[job.id] = job
-            self._forget_old(files)
+            over = sorted((job for job in self._jobs.values() if job.over), key=lambda job: job.created)
+            for old in over[: max(0, len(over) - MOST_KEPT)]:
+                del self._jobs[old.id]
+                shutil.rmtree(files.of(old.id), ignore_errors=True)
             self._changed.notify_all()
             return job
 
@@ -284,11 +278,6 @@ class Jobs:
         if work.name in taken or Path(work.path).exists():
             raise StoreExists(f"'{work.name}' exists already: choose another name, append or delete it first")
 
-    def _forget_old(self, files: JobFiles) -> None:
-        over = sorted((job for job in self._jobs.values() if job.over), key=lambda job: job.created)
-        for job in over[: max(0, len(over) - MOST_KEPT)]:
-            files.remove(self._jobs.pop(job.id))
-
     def _save(self, job: Job, state: State, **more: Any) -> Job:
         """Change the state of a job, here and on disk."""
         ended = time.time() if state in ("done", "failed", "cancelled") else None
@@ -302,16 +291,13 @@ class Jobs:
         self._changed.notify_all()
         return job
 
-    def _queued(self) -> list[Job]:
-        return [job for job in self._jobs.values() if job.state == "queued"]
-
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._queued())
+                self._changed.wait_for(lambda: self._closed or self._unfinished())
                 if self._closed:
                     return
-                first = min(self._queued(), key=lambda job: job.created)
+                first = min(self._unfinished(), key=lambda job: job.created)
                 job = self._save(first, "running", started=time.time())
             try:
                 self._work(job)
@@ -351,7 +337,7 @@ class Jobs:
             if self._closed or self._jobs[job.id].state == "cancelled":
                 return {}, 0
             # -P: no modules of the folder that the server was started in.
-            command = [sys.executable, "-P", "-m", "offload_decode.server.job_process"]
+            command = [sys.executable, "-P", "-m", "offload_decode.server.job"]
             process = self._process = subprocess.Popen(
                 [*command, str(files.of(job.id)), self._device],
                 stdin=subprocess.PIPE,
@@ -360,18 +346,25 @@ class Jobs:
                 pass_fds=[files.lock],
             )
         message: dict[str, Any] = {}
+        first, began = JobProgress("", 0, 0), 0.0  # of the stage, and when
         with process, ExitStack() as held:
             assert process.stdout is not None
-            follow = Speed()
             for line in process.stdout:
                 if not line.endswith("\n"):  # it was killed in the middle of a word
                     break
                 message = json.loads(line)
-                if "stage" in message:
-                    self._progress[job.id] = follow(**message)
-                    if message["stage"] == EXCHANGE:
-                        held.enter_context(self._released(job.work.name))
-                        self._allow(job, process)
+                if "stage" not in message:
+                    continue
+                now, so_far = time.monotonic(), JobProgress(**message)
+                if so_far.stage != first.stage:
+                    first, began = so_far, now
+                if (ran := so_far.done - first.done) > 0:
+                    left = (now - began) * (so_far.total - so_far.done) / ran
+                    so_far = replace(so_far, seconds_left=left)
+                self._progress[job.id] = so_far
+                if so_far.stage == EXCHANGE:
+                    held.enter_context(self._released(job.work.name))
+                    self._allow(job, process)
             process.wait()
             self._catalog.refresh()
         with self._changed:
@@ -392,19 +385,13 @@ class Jobs:
 
 def _check(work: Work, documents: Sequence[Upload]) -> None:
     """Raises `WrongField` or `ConfigError` for what no prefill could be made of."""
-    from offload_decode.hf.compat import check_dtype
-    from offload_decode.models.quantization import check_weights
-    from offload_decode.prefill_jobs.job import Settings
-
     Settings(work.method, work.options, kv=work.kv)
     check_dtype(work.dtype)
     check_weights(work.weights)
     if not 0 < len(documents) <= MOST_DOCUMENTS:
         raise WrongField(f"give 1 to {MOST_DOCUMENTS:,} documents, not {len(documents):,}", "documents")
-    names = [document.name for document in documents]
-    for name in names:
+    for name, times in Counter(document.name for document in documents).items():
         if not name.strip() or len(name) > MOST_LETTERS or not name.isprintable():
             raise WrongField(f"a document's name has 1 to {MOST_LETTERS} printable letters", "documents")
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise WrongField(f"two documents are called '{twice}': give each a name of its own", "documents")
+        if times > 1:
+            raise WrongField(f"two documents are called '{name}': give each a name of its own", "documents")

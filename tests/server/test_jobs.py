@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,10 +25,10 @@ from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
-from offload_decode.server import job_process, jobs
+from offload_decode.server import jobs
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.job_files import JOBS, Job, JobFiles, Stated, Upload, Work
-from offload_decode.server.jobs import Jobs, Speed
+from offload_decode.server.job import JOBS, Job, JobFiles, Upload, Work, run
+from offload_decode.server.jobs import Jobs
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree
@@ -145,7 +144,7 @@ def run_here(folder: Path, work: Work, *documents: Upload) -> tuple[dict[str, An
     stages: list[str] = []
     try:
         job = files.create(work, documents)
-        made = job_process.run(files.of(job.id), "cpu", lambda stage, done, total: stages.append(stage))
+        made = run(files.of(job.id), "cpu", lambda stage, done, total: stages.append(stage))
     finally:
         files.close()
     return made, list(dict.fromkeys(stages))
@@ -166,7 +165,7 @@ def test_what_a_job_makes_is_what_the_commands_make(shelf, tiny, tmp_path):
 
     appended = Work("append", "book", str(shelf / "book.kv"), model)
     added, stages = run_here(shelf, appended, text("more", MORE))
-    assert stages[-1] == job_process.EXCHANGE
+    assert stages[-1] == "exchange"
     assert added["added"] == ("more",)
     append_texts(loaded, [TextDocument("more", MORE)], plain)
     assert tree(shelf / "book.kv") == tree(plain)
@@ -240,14 +239,20 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(started, says):
         assert over(running, first)[0].result == DONE["result"]
 
 
-def test_progress_tells_the_time_that_is_left():
-    follow = Speed()
-    assert follow("load", 0, 1).seconds_left is None
-    assert follow("prefill", 100, 1100).seconds_left is None
-    time.sleep(0.02)
-    half = follow("prefill", 600, 1100)
-    assert half.seconds_left == pytest.approx(0.02, abs=0.5)
-    assert (half.stage, half.done, half.total) == ("prefill", 600, 1100)
+def test_progress_tells_the_time_that_is_left(started, says):
+    says(
+        [
+            {"stage": "prefill", "done": 100, "total": 1100},
+            {"stage": "prefill", "done": 600, "total": 1100},
+            WAIT,
+        ]
+    )
+    running = started()
+    job = running.prefill("book", None, [text("facts")])
+    until(lambda: (now := running.progress(job.id)) is not None and now.done == 600)
+    half = running.progress(job.id)
+    assert (half.stage, half.total) == ("prefill", 1100)
+    assert 0 <= half.seconds_left < 10
 
 
 def test_a_failure_is_its_sentence_and_can_be_tried_again(started, says, catalog):
@@ -476,7 +481,7 @@ def test_a_server_that_is_for_reading_changes_nothing(started, shelf, catalog):
 
 
 def test_two_servers_do_not_run_the_same_jobs(started, says, monkeypatch):
-    monkeypatch.setattr("offload_decode.server.job_files._WAIT_S", 0.05)
+    monkeypatch.setattr("offload_decode.server.job._WAIT_S", 0.05)
     says([HALF, WAIT])
     first = started()
     first.prefill("book", None, [text("facts")])
@@ -508,7 +513,7 @@ def test_a_record_is_read_as_it_was_written(shelf):
     files = JobFiles(shelf)
     work = Work("prefill", "book", "/x/book.kv", "demo", options={"chunk": 64})
     job = files.create(work, [text("a"), Upload("b.pdf", io.BytesIO(b"%PDF"))])
-    assert job.documents == (Stated("a", True), Stated("b.pdf", False))
+    assert job.documents == (("a", True), ("b.pdf", False))
     assert [*files.all()] == [(files.of(job.id), job)]
     record = files.of(job.id) / "job.json"
     for spoilt in ("[]", "{}", "null", '{"id": 1}', record.read_text().replace(job.id, "job-2"), "x"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.common.errors import StoreNotFound
-from offload_decode.server.job_files import Upload
+from offload_decode.server.job import Upload
 from offload_decode.server.requests import Delta, Generation, NoSuchName
 from offload_decode.server.service import ChatRequest, Service
 from offload_decode.store.reader import KVStore

@@ -24,7 +24,7 @@ from offload_decode.common.files import parse
 from offload_decode.server.catalog import Entry
 from offload_decode.server.http.answers import Body, Name, Option, Short, service_of
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
-from offload_decode.server.job_files import Job, Upload
+from offload_decode.server.job import Job, Upload
 from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
 from offload_decode.server.requests import NoSuchName, TooLarge, WrongField
 from offload_decode.server.service import Service

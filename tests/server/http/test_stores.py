@@ -14,7 +14,6 @@ from fastapi.testclient import TestClient
 
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.http.app import create_app
-from offload_decode.server.job_files import Stated
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.requests import Settings
@@ -116,7 +115,7 @@ def test_a_store_is_made_of_texts(client, shelf, says):
     kept = jobs.job(job["id"])
     assert (kept.work.kv, kept.work.options, kept.work.index) == ("int8", {"chunk": 64}, False)
     assert (kept.work.model, kept.work.dtype) == ("test/model", "float32")
-    assert kept.documents == (Stated("one", True), Stated("ü/two", True))
+    assert kept.documents == (("one", True), ("ü/two", True))
     assert (shelf / ".jobs" / kept.id / "1").read_text() == "World"
     assert client.post(f"/v1/jobs/{job['id']}/cancel").json()["status"] == "cancelled"
     assert [one["id"] for one in client.get("/v1/jobs").json()["data"]] == [job["id"]]
@@ -131,7 +130,7 @@ def test_a_store_is_made_of_files(client, shelf, says):
     done = ended(client, made.json())
     assert (done["status"], done["result"], done["documents"]) == ("done", {"n_tokens": 7}, 3)
     kept = client.app.state.service.jobs.job(done["id"])
-    assert kept.documents == (Stated("new", True), Stated("../../page.html", False), Stated("b.bin", False))
+    assert kept.documents == (("new", True), ("../../page.html", False), ("b.bin", False))
     assert (kept.work.options, kept.work.index) == ({"chunk": 64}, False)
     assert sorted(path.name for path in shelf.iterdir()) == [".jobs", "book.kv"]
 

@@ -1,8 +1,12 @@
-"""What jobs have on disk, so that they outlive the server: each job's record and texts, and the stores at
-work.
+"""One job: its record and texts on disk, which outlive the server, and the process that does it.
 
 FOLDER/.jobs/lock           held by the server that runs the jobs, and by the process of one
 FOLDER/.jobs/ID/job.json    the job FOLDER/.jobs/ID/0, 1, …     its documents
+
+`python -P -m offload_decode.server.job FOLDER DEVICE`, by `jobs`, is such a process: it yields to answers,
+and ends with its server. On stdout: `{"stage", "done", "total"}`, then `{"result"}` or `{"error"}`. The last
+stage of an append is `exchange`, before which it waits for a line on stdin: only then does the longer store
+take the place of the one that is being asked.
 """
 
 from __future__ import annotations
@@ -11,17 +15,23 @@ import json
 import logging
 import os
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 from uuid import uuid4
 
 from offload_decode.common import files
-from offload_decode.common.errors import StoreBusy, StoreError
+from offload_decode.common.errors import CorpusError, OffloadDecodeError, StoreBusy, StoreError
+from offload_decode.common.fast_import import skip_slow_imports
 from offload_decode.common.files import NotPlain, lock, open_plain
-from offload_decode.kv.indexes import indexes_folder
+from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory, own_memory
+from offload_decode.kv.indexes import heads_of, indexes_folder
+from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK as STORE_LOCK
 from offload_decode.store.staging import REPLACED, locked, partial_path
 from offload_decode.store.writer import clear, restore
@@ -29,11 +39,15 @@ from offload_decode.store.writer import clear, restore
 LOG = logging.getLogger("offload_decode.server")
 
 JOBS, LOCK, RECORD, STAGED = ".jobs", "lock", "job.json", ".partial"
+EXCHANGE = "exchange"
+NICE = 10
+"""Answers go first: of a processor that both want, such a process gets one part in ten."""
 _LARGEST_RECORD = 64 << 20
 _WAIT_S = 5.0
 _TRASH = ".deleted-"
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
+Progress = Callable[[str, int, int], None]
 
 
 class Upload(NamedTuple):
@@ -44,13 +58,6 @@ class Upload(NamedTuple):
     name: str
     data: BinaryIO
     text: bool = False
-
-
-class Stated(NamedTuple):
-    """A document of a job; its bytes are in the file of its number."""
-
-    name: str
-    text: bool
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Job:
-    """A job and how far it came; times in seconds since 1970. `result`: what was made. `error`: why not."""
+    """A job and how far it came; times in seconds since 1970.
+
+    documents: their names, and whether they are text already (`Upload`); the bytes of each are in the file of
+    its number. result: what was made. error: why not.
+    """
 
     id: str
     work: Work
-    documents: tuple[Stated, ...]
+    documents: tuple[tuple[str, bool], ...]
     created: float
     state: State = "queued"
     started: float | None = None
@@ -108,13 +119,13 @@ class JobFiles:
             shutil.rmtree(left)
 
     def close(self) -> None:
-        """Let another server have them, as soon as no process of a job is left."""
+        """Let another server have them, once no process of a job is left."""
         os.close(self.lock)
 
     def create(self, work: Work, documents: Sequence[Upload]) -> Job:
         """Write a new job with its documents."""
-        stated = tuple(Stated(document.name, document.text) for document in documents)
-        job = Job(f"job-{uuid4().hex[:16]}", work, stated, time.time())
+        named = tuple((document.name, document.text) for document in documents)
+        job = Job(f"job-{uuid4().hex[:16]}", work, named, time.time())
         staged = self.of(job.id).with_name(job.id + STAGED)
         staged.mkdir()
         try:
@@ -140,10 +151,6 @@ class JobFiles:
             for number in range(len(job.documents)):
                 (self.of(job.id) / str(number)).unlink(missing_ok=True)
 
-    def remove(self, job: Job) -> None:
-        """Forget a job."""
-        shutil.rmtree(self.of(job.id), ignore_errors=True)
-
     def all(self) -> Iterator[tuple[Path, Job | None]]:
         """Every folder that is there, with its job; None where that cannot be read."""
         for folder in sorted(path for path in self.folder.iterdir() if path.is_dir()):
@@ -159,7 +166,7 @@ def read(folder: Path) -> Job:
         with os.fdopen(open_plain(folder / RECORD), "rb") as file:
             data = files.parse(file.read(_LARGEST_RECORD))
         work = Work(**data.pop("work"))
-        documents = tuple(Stated(str(name), bool(text)) for name, text in data.pop("documents"))
+        documents = tuple((str(name), bool(text)) for name, text in data.pop("documents"))
         job = Job(**data, work=work, documents=documents)
     except (NotPlain, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / RECORD} is not the record of a job") from error
@@ -202,3 +209,101 @@ def empty_trash(folder: Path) -> None:
     """Remove what a server left of stores when it was killed while it deleted them."""
     for left in folder.glob(f"{_TRASH}*"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def main() -> None:
+    folder, device = Path(sys.argv[1]), sys.argv[2]
+    os.nice(NICE)
+    skip_slow_imports()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # lines that libraries print are no messages
+    allowed = threading.Event()
+    threading.Thread(target=_listen, args=(allowed,), daemon=True).start()
+    warnings.simplefilter("ignore")
+
+    def send(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=out, flush=True)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        send({"stage": stage, "done": done, "total": total})
+        if stage == EXCHANGE:
+            allowed.wait()
+
+    try:
+        send({"result": run(folder, device, progress)})
+    except OffloadDecodeError as error:
+        send({"error": str(error)})
+    except Exception as error:  # whatever a library raises: the log has all of it
+        LOG.error("a job failed", exc_info=error)
+        send({"error": OUT_OF_MEMORY if is_out_of_memory(error) else reason_of(error)})
+    os._exit(0)
+
+
+def _listen(allowed: threading.Event) -> None:
+    while sys.stdin.readline():
+        allowed.set()
+    os._exit(1)  # the server is gone; the next one goes on from here
+
+
+def reason_of(error: Exception) -> str:
+    """Why a job failed, where the error has no sentence for its user."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or "something went wrong; the server's log says what"
+
+
+def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
+    """Do the job in `folder`; its result. Raises what prefills, appends and indexes raise."""
+    job = read(folder)
+    work, store = job.work, Path(job.work.path)
+    progress("read", 0, len(job.documents))
+    documents = _texts(folder, job)
+    progress("load", 0, 1)
+
+    from offload_decode.models.loading import load
+    from offload_decode.models.size_estimate import outline
+    from offload_decode.planning.caps import Caps, check_prefill
+    from offload_decode.prefill_jobs.append import append_texts, method_of, opened
+    from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.destinations import destination_of
+    from offload_decode.prefill_jobs.indexing import build_indexes
+    from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
+
+    texts = [TextDocument(*each) for each in documents]
+    if work.kind == "append":
+        earlier = opened(store)
+        manifest = earlier.manifest
+        chunk: int | None = method_of(earlier).options.chunk
+        dtype, weights = manifest.dtype, manifest.weights
+    else:
+        settings = Settings(work.method, work.options, kv=work.kv)
+        chunk, dtype, weights = settings.chunk, work.dtype, work.weights
+    check_prefill(outline(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
+    loaded = load(work.model, device, dtype, weights)
+    progress("tokenize", 0, len(texts))
+    if work.kind == "append":
+        report = asdict(append_texts(loaded, texts, store, progress=progress))
+        kept = ("n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds")
+        return {name: report[name] for name in kept}
+    place = destination_of(store)
+    prepared = prepare(loaded, texts, settings, ())
+    made = asdict(settled(prepared, place) or make(loaded, prepared, place, progress))
+    result = {name: made[name] for name in ("n_tokens", "documents", "bytes", "seconds")}
+    if work.index and heads_of(KVStore.open(store)):
+        return result | {"recall": build_indexes(store, "clusters", progress=progress).recall}
+    return result | {"recall": None}
+
+
+def _texts(folder: Path, job: Job) -> list[tuple[str, str]]:
+    from offload_decode.prefill_jobs.decoding import read_plain, text_of
+
+    texts = []
+    for number, (name, is_text) in enumerate(job.documents):
+        try:
+            texts.append((name, text_of("" if is_text else name, read_plain(str(folder / str(number))))))
+        except CorpusError as error:
+            raise CorpusError(f"{name} cannot be read, because {error}: leave it out") from error
+    return texts
+
+
+if __name__ == "__main__":
+    main()
