@@ -5,12 +5,10 @@ begin with, and the tokens of answers, found by the messages up to them.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -45,23 +43,9 @@ def prefix_key(model: str, selector: str, options: Mapping[str, object], store: 
     return PrefixKey(model, selector, json.dumps(options, sort_keys=True, default=str), store)
 
 
-@dataclass(frozen=True)
-class PrefixCacheStats:
-    """hits: lookups (`asked`) that found a beginning. tokens: not run, because they were found. entries,
-    bytes: in the cache now.
-    """
-
-    asked: int
-    hits: int
-    tokens: int
-    entries: int
-    bytes: int
-
-
 class _Entry(NamedTuple):
     key: PrefixKey
     tokens: NDArray[np.int64]
-    conversation: Conversation
     nbytes: int
 
 
@@ -71,11 +55,9 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int):
+        self.nbytes = 0
         self._most = max_bytes
-        self._held = self._asked = self._hits = self._saved = 0
-        self._numbers = itertools.count()
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._of: dict[PrefixKey, dict[int, _Entry]] = {}
+        self._entries: OrderedDict[Conversation, _Entry] = OrderedDict()
         self._lock = threading.Lock()
 
     def take(self, key: PrefixKey, tokens: Sequence[int]) -> Conversation | None:
@@ -87,16 +69,17 @@ class PrefixCache:
         """
         wanted = np.asarray(tokens[:-1], np.int64)
         with self._lock:
-            self._asked += 1
-            usable = {number: _usable(entry, wanted) for number, entry in self._of.get(key, {}).items()}
-            number = max(usable, key=lambda number: usable[number], default=None)
-            if number is None or not usable[number]:
+            usable = {
+                conversation: _usable(conversation, entry.tokens, wanted)
+                for conversation, entry in self._entries.items()
+                if entry.key == key
+            }
+            found = max(usable, key=usable.__getitem__, default=None)
+            if found is None or not usable[found]:
                 return None
-            self._entries.move_to_end(number)
-            self._hits += 1
-            self._saved += usable[number]
-            forked = self._entries[number].conversation.fork()
-        forked.crop(forked.prefix.length + usable[number])
+            self._entries.move_to_end(found)
+            forked = found.fork()
+        forked.crop(forked.prefix.length + usable[found])
         forked.selector.reset()
         return forked
 
@@ -105,56 +88,41 @@ class PrefixCache:
         bound is dropped.
         """
         tokens = np.array(conversation.tokens, np.int64)
-        if not len(tokens) or not self._most:
-            return
         conversation.cache.trim()
-        entry = _Entry(key, tokens, conversation, conversation.cache.nbytes + tokens.nbytes)
-        if entry.nbytes > self._most:
+        entry = _Entry(key, tokens, conversation.cache.nbytes + tokens.nbytes)
+        if not len(tokens) or entry.nbytes > self._most:
             return
         with self._lock:
-            for number, earlier in list(self._of.get(key, {}).items()):
-                if _common(earlier.tokens, tokens) == len(earlier.tokens):
-                    self._forget(number)
-            number = next(self._numbers)
-            self._entries[number] = self._of.setdefault(key, {})[number] = entry
-            self._held += entry.nbytes
-            while self._held > self._most or len(self._entries) > MOST_CONVERSATIONS:
+            for earlier, (its_key, its_tokens, _) in list(self._entries.items()):
+                if its_key == key and _common(its_tokens, tokens) == len(its_tokens):
+                    self._forget(earlier)
+            self._entries[conversation] = entry
+            self.nbytes += entry.nbytes
+            while self.nbytes > self._most or len(self._entries) > MOST_CONVERSATIONS:
                 self._forget(next(iter(self._entries)))
 
-    def drop(self, model: str) -> None:
-        """Forget the conversations of a model: its store was closed, replaced or removed."""
+    def drop(self, *, model: str | None = None, key: PrefixKey | None = None) -> None:
+        """Forget the conversations of a model, whose store was closed, replaced or removed, or of a key, and
+        with them the memory of their selector.
+        """
         with self._lock:
-            for number, entry in list(self._entries.items()):
-                if entry.key.model == model:
-                    self._forget(number)
+            for conversation, entry in list(self._entries.items()):
+                if entry.key == key or entry.key.model == model:
+                    self._forget(conversation)
 
-    def forget(self, key: PrefixKey) -> None:
-        """Forget the conversations of a key, and with them the memory of their selector."""
-        with self._lock:
-            for number in list(self._of.get(key, {})):
-                self._forget(number)
+    def __len__(self) -> int:
+        return len(self._entries)
 
-    @property
-    def stats(self) -> PrefixCacheStats:
-        """Lookups so far, and the size now."""
-        with self._lock:
-            return PrefixCacheStats(self._asked, self._hits, self._saved, len(self._entries), self._held)
-
-    def _forget(self, number: int) -> None:
-        entry = self._entries.pop(number)
-        self._held -= entry.nbytes
-        of_key = self._of[entry.key]
-        del of_key[number]
-        if not of_key:
-            del self._of[entry.key]
+    def _forget(self, conversation: Conversation) -> None:
+        self.nbytes -= self._entries.pop(conversation).nbytes
 
 
-def _usable(entry: _Entry, wanted: NDArray[np.int64]) -> int:
+def _usable(conversation: Conversation, tokens: NDArray[np.int64], wanted: NDArray[np.int64]) -> int:
     """How many of the tokens a fork can begin with."""
-    common = _common(entry.tokens, wanted)
-    if entry.conversation.selector.remembers:
-        return common if common == len(entry.tokens) else 0
-    return entry.conversation.cache.kept(common)
+    common = _common(tokens, wanted)
+    if conversation.selector.remembers:
+        return common if common == len(tokens) else 0
+    return conversation.cache.kept(common)
 
 
 def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

@@ -67,7 +67,7 @@ class Service:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.prefix_cache = PrefixCache(settings.tail_bytes)
-        self.loaded_models = LoadedModels(settings, self.prefix_cache.forget)
+        self.loaded_models = LoadedModels(settings, lambda key: self.prefix_cache.drop(key=key))
         self.scheduler = Scheduler(settings, self.prefix_cache, self.metrics)
         self.answer_tokens = AnswerTokens()
         self.matcher = Matcher()
@@ -161,7 +161,7 @@ class Service:
         self.metrics.read(
             "kv_cache_usage_perc",
             "Share of the memory for turns that is in use, 0 to 1.",
-            lambda: self.prefix_cache.stats.bytes / most,
+            lambda: self.prefix_cache.nbytes / most,
         )
         self.metrics.read(
             "recall_at_build",
@@ -213,7 +213,7 @@ class Service:
 
     def _close(self, name: str) -> None:
         self.loaded_models.forget(name)
-        self.prefix_cache.drop(name)
+        self.prefix_cache.drop(model=name)
 
 
 def _letters(parts: Sequence[Mapping[str, Any]]) -> int:

@@ -278,7 +278,7 @@ def test_a_second_turn_runs_its_own_tokens_alone(service, answer):
     assert heard.usage.cached == stored
     # All but the last token of the answer have run.
     assert again.usage.cached == heard.usage.prompt + heard.usage.completion - 1
-    service.prefix_cache.drop("book")
+    service.prefix_cache.drop(model="book")
     anew = ask(service, messages=messages).all()
     assert anew.usage.cached == stored
     assert anew.tokens == again.tokens
@@ -324,8 +324,7 @@ def test_a_request_that_failed_tells_nothing_more(service, monkeypatch):
 
 def test_what_is_remembered_of_an_answer_watches_nothing(service):
     assert ask(service, cite=True).all().error is None
-    kept = [entry.conversation for entry in service.prefix_cache._entries.values()]
-    assert [conversation.prefix.watches for conversation in kept] == [()]
+    assert [kept.prefix.watches for kept in service.prefix_cache._entries] == [()]
 
 
 def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
