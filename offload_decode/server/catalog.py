@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
 
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
@@ -42,25 +42,31 @@ _LONGEST = 255
 class Entry:
     """A store under its name, or the bare model where `path` is None.
 
-    `base` is the model as clients may see it, never a path of this machine; `model_id`, `dtype` and `weights`
-    are how it is loaded. `created` is when the store was published, in seconds since 1970. `digest` is that
-    of the store (`KVStore`), empty for a bare model; `recall` is what the clusters beside it measured when
-    they were built, mean over heads, None where there are none that are whole. `identity` changes when the
-    store or its clusters are replaced, and with it the equality of two entries of one name.
+    `model_id`, `dtype` and `weights` are how the model is loaded. `created` is when the store was published,
+    in seconds since 1970. `digest` is that of the store (`KVStore`), empty for a bare model; `recall` is what
+    the clusters beside it measured when they were built, mean over heads, None where there are none that are
+    whole. `identity` changes when the store or its clusters are replaced, and with it the equality of two
+    entries of one name.
     """
 
     name: str
     path: Path | None
-    base: str
     model_id: str
     dtype: str
     weights: str
-    tokens: int
-    documents: int
-    created: int = field(compare=False)
-    digest: str
-    recall: float | None
+    tokens: int = 0
+    documents: int = 0
+    created: int = field(default=0, compare=False)
+    digest: str = ""
+    recall: float | None = None
     identity: object = None
+
+    @cached_property
+    def base(self) -> str:
+        """The model as clients may see it: its id as it is, of a path its last part."""
+        model = self.model_id
+        is_id = model.count("/") <= 1 and not model.startswith((".", "/", "~")) and not os.path.exists(model)
+        return readable(model if is_id else _last(model))
 
 
 def _is_store(path: Path) -> bool:
@@ -76,7 +82,6 @@ def _read(path: Path, identity: object) -> Entry:
     return Entry(
         name=readable(path.name.removesuffix(SUFFIX)),
         path=path,
-        base=model_name(manifest.model_id),
         model_id=manifest.model_id,
         dtype=manifest.dtype,
         weights=manifest.weights,
@@ -123,11 +128,6 @@ def _changes(folders: list[Path], stop: Event) -> Iterator[object]:
         yield None
 
 
-class _Snapshot(NamedTuple):
-    entries: tuple[Entry, ...]
-    named: dict[str, Entry]
-
-
 class Catalog:
     """Watches `places`, which are stores or folders of stores, from a thread of its own, until `close`.
 
@@ -153,7 +153,8 @@ class Catalog:
         self._hidden: set[Path] = set()
         self._names: dict[str, str] = {}
         self._subscribers: list[Callable[[set[str]], None]] = []
-        self._snapshot = _Snapshot((), {})
+        self._entries: tuple[Entry, ...] = ()
+        self._named: dict[str, Entry] = {}
         self.refresh()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="catalog", daemon=True)
@@ -161,14 +162,13 @@ class Catalog:
 
     def entries(self) -> tuple[Entry, ...]:
         """All there is: stores in the order of the places, then bare models."""
-        return self._snapshot.entries
+        return self._entries
 
     def entry(self, name: str) -> Entry:
         """The entry of a name; a model may also be called by its whole id. Raises `NoSuchName`."""
-        named = self._snapshot.named
-        if name in named:
-            return named[name]
-        names = [entry.name for entry in self._snapshot.entries]
+        if found := self._named.get(name):
+            return found
+        names = [entry.name for entry in self._entries]
         more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
         there = (
             f"there are {', '.join(names[:_MOST_NAMES])}{more}" if names else "there is nothing to ask yet"
@@ -190,9 +190,10 @@ class Catalog:
         """Look into the places now."""
         with self._lock:
             found = {path: each for path, each in self._stores().items() if path not in self._hidden}
-            before, after = self._snapshot, self._named(found)
-            self._snapshot = after
-        gone = {entry.name for entry in before.entries if after.named.get(entry.name) != entry}
+            before, self._entries = self._entries, self._under_names(found)
+            by_model = {entry.base: entry for entry in reversed(self._entries) if entry.path is None}
+            self._named = named = by_model | {entry.name: entry for entry in self._entries}
+        gone = {entry.name for entry in before if named.get(entry.name) != entry}
         if gone:
             for callback in self._subscribers:
                 callback(gone)
@@ -249,8 +250,8 @@ class Catalog:
                 if not name.startswith(".") and not name.endswith(_NO_STORES) and _is_store(place / name):
                     yield place / name
 
-    def _named(self, stores: dict[Path, Entry]) -> _Snapshot:
-        """The stores and the bare models under names that differ."""
+    def _under_names(self, stores: dict[Path, Entry]) -> tuple[Entry, ...]:
+        """The stores and the bare models, each under a name that no other has; those that have one keep it."""
         found = {str(path): entry for path, entry in stores.items()}
         first: dict[str, Entry] = {}
         for entry in stores.values():
@@ -260,41 +261,25 @@ class Catalog:
             found[f"model {model}"] = Entry(
                 name=readable(_last(model)),
                 path=None,
-                base=model_name(model),
                 model_id=model,
                 dtype="auto" if store is None else store.dtype,
                 weights="auto" if store is None else store.weights,
-                tokens=0,
-                documents=0,
                 created=self._began if store is None else store.created,
-                digest="",
-                recall=None,
             )
-        self._name({key: entry.name for key, entry in found.items()})
-        entries = tuple(replace(entry, name=self._names[key]) for key, entry in found.items())
-        by_model = {entry.base: entry for entry in reversed(entries) if entry.path is None}
-        return _Snapshot(entries, by_model | {entry.name: entry for entry in entries})
-
-    def _name(self, wanted: dict[str, str]) -> None:
-        """Give each of these (by its path, or its model) a name that no other has; those that have one keep
-        it.
-        """
-        names = {key: name for key, name in self._names.items() if key in wanted}
-        taken = set(names.values())
-        for key, name in wanted.items():
+        names = {key: name for key, name in self._names.items() if key in found}
+        for key, entry in found.items():
             if key not in names:
-                names[key] = next(each for each in _candidates(name, key) if each not in taken)
-                taken.add(names[key])
-                if names[key] != name:
-                    LOG.warning("%s is called '%s', because '%s' is another", key, names[key], name)
+                taken = set(names.values())
+                names[key] = next(each for each in _candidates(entry.name, key) if each not in taken)
+                if names[key] != entry.name:
+                    LOG.warning("%s is called '%s', because '%s' is another", key, names[key], entry.name)
         self._names = names
+        return tuple(replace(entry, name=names[key]) for key, entry in found.items())
 
 
 def readable(name: str) -> str:
     """A name for answers and logs: unprintable letters are replaced, and a long name is cut."""
-    text = "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name[:_LONGEST]
-    )
+    text = "".join(letter if letter.isprintable() else "\ufffd" for letter in name[:_LONGEST])
     return text if len(name) <= _LONGEST else f"{text}…"
 
 
@@ -306,9 +291,3 @@ def _candidates(name: str, key: str) -> Iterable[str]:
 
 def _last(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2] or model
-
-
-def model_name(model: str) -> str:
-    """A model as clients may see it: an id as it is, of a path its last part."""
-    is_id = model.count("/") <= 1 and not model.startswith((".", "/", "~")) and not os.path.exists(model)
-    return readable(model if is_id else _last(model))

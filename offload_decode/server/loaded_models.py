@@ -89,7 +89,7 @@ class LoadedModels:
         self._loader = ThreadPoolExecutor(1, "loader")
 
     def preload(self, entry: Entry) -> Future[LoadedModel]:
-        """Begin to load the model of an entry."""
+        """Begin to load an entry's model."""
         with self._lock:
             return self._loading(self._model_key(entry))
 
@@ -101,8 +101,7 @@ class LoadedModels:
     def models(self) -> list[str]:
         """Ids of the models that are in memory."""
         with self._lock:
-            ready = [key for key, model in self._models.items() if model.done() and not model.exception()]
-        return [key.model_id for key in ready]
+            return [key.model_id for key in self._ready()]
 
     def open_stores(self) -> list[str]:
         """Names that are open."""
@@ -116,12 +115,12 @@ class LoadedModels:
         `ConfigError`, `StoreError`, `ModelError` or `DoesNotFit`.
         """
         config = self.settings.config
-        if selector is None:
+        if entry.path is None:
+            selector, merged = "", {}
+        elif selector is None:
             selector, merged = config.selector, {**config.options, **(options or {})}
         else:
             merged = dict(options or {})
-        if entry.path is None:
-            selector, merged = "", {}
         key = prefix_key(entry.name, selector, merged, entry.digest)
         with self._lock:
             if key in self._open:
@@ -140,8 +139,8 @@ class LoadedModels:
                 files = sum(1 for spec in engine.store.specs.values() for _ in spec.files())
                 target = Target(entry, key, loaded, engine, files)
             with self._lock:
-                if self._is_here(loaded):  # else another model took its place meanwhile
-                    self._open[key] = target
+                if any(loaded is ready for ready in self._ready().values()):
+                    self._open[key] = target  # else another model took the place of its own meanwhile
                 self._make_room(key.model)
         return target
 
@@ -176,28 +175,23 @@ class LoadedModels:
         ways = [key for key in self._open if key.model == opened]
         for key in ways[: max(0, len(ways) - MOST_WAYS)]:
             self._close(key)
-        while len(self._open) > 1 and (
-            len(self._open) > self.settings.max_open or self._files() > MOST_FILES
-        ):
+        while len(self._open) > 1:
+            files = {key.model: one.files for key, one in self._open.items()}
+            if len(self._open) <= self.settings.max_open and sum(files.values()) <= MOST_FILES:
+                break
             self._close(next(iter(self._open)))
 
     def _close(self, key: PrefixKey) -> None:
-        """With the lock held: close one, and say so."""
         del self._open[key]
         self._tell_closed(key)
-
-    def _files(self) -> int:
-        """Files of the stores that are open, each of which is a map of memory."""
-        stores = {key.model: one.files for key, one in self._open.items()}
-        return sum(stores.values())
 
     def _model_key(self, entry: Entry) -> ModelKey:
         config = self.settings.config
         named, weights = config.model or entry.model_id, config.weights_after(entry.weights)
         if entry.path is None:  # a bare model answers in the dtype in which it is there
-            there = [key for key in self._models if (key.model_id, key.weights) == (named, weights)]
-            if there:
-                return there[-1]
+            for key in reversed(self._models):
+                if (key.model_id, key.weights) == (named, weights):
+                    return key
         return ModelKey(named, entry.dtype, weights)
 
     def _loading(self, key: ModelKey) -> Future[LoadedModel]:
@@ -217,16 +211,16 @@ class LoadedModels:
         self._models[key] = self._loader.submit(self._load, key)
         return self._models[key]
 
-    def _is_here(self, loaded: LoadedModel) -> bool:
-        """With the lock held: whether a model is one of those in memory."""
-        ready = [one for one in self._models.values() if one.done() and one.exception() is None]
-        return any(one.result() is loaded for one in ready)
+    def _ready(self) -> dict[ModelKey, LoadedModel]:
+        """With the lock held: the models that are in memory."""
+        done = ((key, model) for key, model in self._models.items() if model.done())
+        return {key: model.result() for key, model in done if model.exception() is None}
 
     def _drop(self, key: ModelKey) -> None:
-        model = self._models.pop(key)
+        loaded = self._ready().get(key)
+        self._models.pop(key).cancel()
         self._unused.pop(key, None)
-        if not model.cancel() and model.done() and model.exception() is None:
-            loaded = model.result()
+        if loaded is not None:
             for one in [one for one, target in self._open.items() if target.loaded is loaded]:
                 self._close(one)
             LOG.info("dropped the model %s", key.model_id)
@@ -247,22 +241,20 @@ class LoadedModels:
         self, entry: Entry, path: Path, loaded: LoadedModel, selector: str, options: Mapping[str, object]
     ) -> Engine:
         """The store at its end, as a selector sees it; those of one store share its rows and indexes."""
-        settings = self.settings
-        config = replace(settings.config, selector=selector, options=options)
-        host = self._hosts.get((entry.name, entry.digest))
-        if host is not None:
-            prefix = StoredPrefix.over(host, loaded.shape, selector, options)
-            engine = Engine(loaded, host.store, prefix)
+        caps = self.settings.caps
+        config = replace(self.settings.config, selector=selector, options=options)
+        if host := self._hosts.get((entry.name, entry.digest)):
+            engine = Engine(loaded, host.store, StoredPrefix.over(host, loaded.shape, selector, options))
         else:
             engine = Engine.open(KVStore.open(path), loaded, config)
             with self._lock:  # `forget` walks through them
                 self._hosts[entry.name, entry.digest] = engine.prefix.host
         store = engine.store
-        given = outline(loaded.model_id), store.manifest, config, settings.caps, self._held
+        given = outline(loaded.model_id), store.manifest, config, caps, self._held
         index = default_kind(store)
         for sentence in check_ask(*given, index=index):
             LOG.info("%s: %s", entry.name, sentence)
-        engine.admit = partial(admit_question, planned_ask(*given, index=index), settings.caps)
+        engine.admit = partial(admit_question, planned_ask(*given, index=index), caps)
         return engine
 
 
@@ -288,15 +280,13 @@ class Releases:
             yield
         finally:
             with self._lock:
-                self._beginning[name] -= 1
-                if not self._beginning[name]:
-                    del self._beginning[name]  # names are what clients write
+                self._beginning -= Counter([name])  # which drops those at 0: names are what clients write
 
     @contextmanager
     def released(self, name: str) -> Iterator[None]:
         """A time in which nothing uses the store of a name; one at a time for each."""
-        hold_from = time.monotonic() + PATIENCE_S
-        while not self._hold(name, even_if_used=time.monotonic() >= hold_from):
+        patient_until = time.monotonic() + PATIENCE_S
+        while not self._hold(name, even_if_used=time.monotonic() >= patient_until):
             time.sleep(_POLL_S)
         try:
             while self._used(name):
@@ -318,6 +308,5 @@ class Releases:
 
     def _used(self, name: str) -> bool:
         with self._lock:
-            if self._beginning[name]:
-                return True
-        return self._busy(name)
+            begins = name in self._beginning
+        return begins or self._busy(name)

@@ -37,7 +37,7 @@ from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.on_ray.workers import connected, installed, shares
 from offload_decode.server import metrics
-from offload_decode.server.catalog import SUFFIX, Catalog, Entry, model_name, readable
+from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.errors import refused
 from offload_decode.server.http.front import STORES, Lost, run
@@ -91,15 +91,10 @@ def _far(url: str, cache: Path) -> Entry:
     return Entry(
         name=readable(name),
         path=cache / f"{name}{SUFFIX}",
-        base=model_name(manifest.model_id),
         model_id=manifest.model_id,
         dtype=manifest.dtype,
         weights=manifest.weights,
         tokens=manifest.n_tokens,
-        documents=0,
-        created=0,
-        digest="",
-        recall=None,
     )
 
 

@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 from offload_decode.common.errors import OffloadDecodeError
@@ -26,7 +25,7 @@ from offload_decode.server.loaded_models import Target
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.prefix_cache import PrefixCache
 from offload_decode.server.requests import Busy, Done, Emit, Failed, Request, Settings, TimedOut, TooLarge
-from offload_decode.server.sequences import Part, RunningRequest
+from offload_decode.server.sequences import RunningRequest, ScheduledTurn
 from offload_decode.types import StepStats
 
 LOG = logging.getLogger("offload_decode.server")
@@ -67,25 +66,32 @@ class Scheduler:
         Raises `Busy` where too many wait, and `TooLarge` for what can never run.
         """
         running = RunningRequest(request, target, emit, self.metrics.watch(target.entry.name))
+        settings, tokens = self.settings, len(request.tokens)
         try:
-            self._check(running)
+            if tokens > settings.max_prompt:
+                most = f"{settings.max_prompt:,}"
+                raise TooLarge(f"the prompt has {tokens:,} tokens, and this server takes {most}")
+            if request.n > settings.max_running:
+                raise TooLarge(f"this server writes at most {settings.max_running} answers at a time")
+            if running.bytes > settings.running_bytes:
+                raise TooLarge("this needs more memory than there is: ask for fewer tokens, or fewer answers")
             with self._changed:
                 if self._closing:
                     raise Busy("the server is being stopped")
-                if (waiting := len(self._waiting)) >= max(self.settings.max_waiting, 1):
+                if (waiting := len(self._waiting)) >= max(settings.max_waiting, 1):
                     raise Busy(f"{waiting} requests are waiting already: try again in a moment")
                 self._waiting.append(running)
                 self._changed.notify()
         except OffloadDecodeError as error:
-            running.refuse(error)
+            running.followed.event(Failed(error))
             raise
-        return Ticket(request.id, partial(self.cancel, running))
 
-    def cancel(self, running: RunningRequest) -> None:
-        """Drop a request before the next step, and free what it holds."""
-        with self._changed:
-            running.cancelled = True
-            self._changed.notify()
+        def cancel() -> None:
+            with self._changed:
+                running.cancelled = True
+                self._changed.notify()
+
+        return Ticket(request.id, cancel)
 
     def count(self) -> tuple[int, int]:
         """Requests that run and that wait."""
@@ -112,25 +118,18 @@ class Scheduler:
         self._thread.join(timeout=60)
         self._ending.shutdown()
 
-    def _check(self, running: RunningRequest) -> None:
-        request, settings = running.request, self.settings
-        if (tokens := len(request.tokens)) > settings.max_prompt:
-            raise TooLarge(f"the prompt has {tokens:,} tokens, and this server takes {settings.max_prompt:,}")
-        if request.n > settings.max_running:
-            raise TooLarge(f"this server writes at most {settings.max_running} answers at a time")
-        if running.bytes > settings.running_bytes:
-            raise TooLarge("this needs more memory than there is: ask for fewer tokens, or fewer answers")
-
     def _work(self) -> None:
         patience: float | None = None
         while True:
             with self._changed:
-                if not self._changed.wait_for(self._has_work, patience):
+                if not self._changed.wait_for(
+                    lambda: self._running or self._waiting or self._closing, patience
+                ):
                     give_back()
                     patience = None
                     continue
                 patience = IDLE_S
-                if self._closing and not self._running and not self._waiting:
+                if not self._running and not self._waiting:
                     return
             try:
                 self._step()
@@ -138,9 +137,6 @@ class Scheduler:
                 LOG.exception("a step of the scheduler failed")
                 for running in list(self._running):
                     self._fail(running, error)
-
-    def _has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._closing)
 
     def _step(self) -> None:
         """One token of every answer, and a part of the prompts."""
@@ -155,9 +151,11 @@ class Scheduler:
             groups[running if key is None else key].append(running)
         asking = sum(any(one.prompting for one in group) for group in groups.values())
         for group in groups.values():
-            self._run(self._parts(group, asking))
+            self._run(self._turns(group, asking))
         for running in [one for one in self._running if one.done]:
-            self._end(running)
+            with self._changed:  # `uses` must not look between these two
+                self._leave(running)
+                self._ending.submit(self._end, running)
         if not self._running:
             with self._changed:
                 self._changed.notify_all()  # `close` waits for this
@@ -169,7 +167,8 @@ class Scheduler:
         for running in here:
             if running.cancelled:
                 self._leave(running)
-                running.abort()
+                running.followed.aborted()
+                running.forget()
             elif self._stopped:
                 self._fail(running, Busy("the server is being stopped: ask again in a moment"))
             elif now > running.deadline:
@@ -180,13 +179,14 @@ class Scheduler:
         """Begin waiting requests, in their order, as far as there is room."""
         while True:
             with self._changed:
-                rows = sum(one.request.n for one in self._running)
-                held = sum(one.bytes for one in self._running)
-                first = self._waiting[0] if self._waiting else None
-                if first is None:
+                if not self._waiting:
                     return
-                fits = rows + first.request.n <= self.settings.max_running
-                if not fits or held + first.bytes > self.settings.running_bytes:
+                first = self._waiting[0]
+                together = [*self._running, first]
+                if (
+                    sum(one.request.n for one in together) > self.settings.max_running
+                    or sum(one.bytes for one in together) > self.settings.running_bytes
+                ):
                     return
                 self._running.append(self._waiting.popleft())
             try:
@@ -197,17 +197,20 @@ class Scheduler:
             except Exception as error:  # noqa: BLE001  # of this request alone
                 self._fail(first, error)
 
-    def _parts(self, group: Sequence[RunningRequest], asking: int) -> list[Part]:
-        """The parts of a group in one pass: a token of every answer, and prompts, the shortest first, but
+    def _turns(self, group: Sequence[RunningRequest], asking: int) -> list[ScheduledTurn]:
+        """The turns of a group in one pass: a token of every answer, and prompts, the shortest first, but
         some of the oldest in any case. So many groups are `asking` in this step.
         """
-        parts = [part for one in group if not one.prompting for part in one.parts()]
+        turns = [turn for one in group if not one.prompting for turn in one.turns()]
         prompts = sorted((one for one in group if one.prompting), key=lambda one: one.prompting)
         if not prompts:
-            return parts
+            return turns
         if prompts[0].whole:
-            return parts + prompts[0].parts(prompts[0].prompting)
-        left = self._share(prompts[0].target, asking)
+            return turns + prompts[0].turns(prompts[0].prompting)
+        # Fewer while answers are being written, and the more groups ask.
+        left, pace = PASS_TOKENS, self._pace.get(prompts[0].target.loaded.model_id)
+        if pace is not None and not all(one.prompting for one in self._running):
+            left = max(LEAST_SHARE, min(PASS_TOKENS, int(STEP_S / pace / asking)))
         oldest = min(prompts, key=lambda one: one.submitted)
         shares = {oldest: min(oldest.prompting, max(LEAST_SHARE, left // 4))}
         left -= shares[oldest]
@@ -215,55 +218,40 @@ class Scheduler:
             before = shares.get(one, 0)
             more = max(0, min(one.prompting - before, left))
             shares[one], left = before + more, left - more
-        return parts + [part for one, share in shares.items() if share for part in one.parts(share)]
+        return turns + [turn for one, share in shares.items() if share for turn in one.turns(share)]
 
-    def _share(self, target: Target, asking: int) -> int:
-        """Tokens of prompts in one pass: fewer while answers are being written, and the more groups ask."""
-        pace = self._pace.get(target.loaded.model_id)
-        if pace is None or all(one.prompting for one in self._running):
-            return PASS_TOKENS
-        return max(LEAST_SHARE, min(PASS_TOKENS, int(STEP_S / pace / asking)))
-
-    def _run(self, parts: Sequence[Part]) -> None:
-        """One pass; where it fails, each part on its own, so that one request takes no other along."""
+    def _run(self, turns: Sequence[ScheduledTurn]) -> None:
+        """One pass; where it fails, each turn on its own, so that one request takes no other along."""
         began = time.perf_counter()
         try:
-            logits = run_turns([part.turn for part in parts])
+            logits = run_turns([each.turn for each in turns])
         except Exception as error:  # noqa: BLE001  # of the requests that it concerns
-            if len(parts) == 1:
-                self._fail(parts[0].running, error)
+            if len(turns) == 1:
+                self._fail(turns[0].request, error)
             else:
-                for part in parts:
-                    if part.running in self._running:
-                        self._run([part])
+                for each in turns:
+                    if each.request in self._running:
+                        self._run([each])
             return
-        self._count(parts, time.perf_counter() - began)
-        for part, one in zip(parts, logits, strict=True):
-            if part.running not in self._running:  # another of its answers failed
+        seconds, stats = time.perf_counter() - began, StepStats()
+        for each in turns:
+            own = each.turn.conversation.prefix.take_stats()
+            each.request.stats.add(own)
+            stats.add(own)
+        tokens = sum(len(each.turn.tokens) for each in turns)
+        self.metrics.passed(len(turns), tokens, seconds, stats)
+        if tokens - len(turns) >= LEAST_SHARE:
+            model = turns[0].request.target.loaded.model_id
+            self._pace[model] = 0.5 * self._pace.get(model, seconds / tokens) + 0.5 * seconds / tokens
+        for each, one in zip(turns, logits, strict=True):
+            if each.request not in self._running:  # another of its answers failed
                 continue
             try:
-                part.took(one)
+                each.take(one)
             except Exception as error:  # noqa: BLE001  # of this request alone
-                self._fail(part.running, error)
-
-    def _count(self, parts: Sequence[Part], seconds: float) -> None:
-        stats, tokens = StepStats(), 0
-        for part in parts:
-            own = part.turn.conversation.prefix.take_stats()
-            part.running.stats.add(own)
-            stats.add(own)
-            tokens += len(part.turn.tokens)
-        self.metrics.passed(len(parts), tokens, seconds, stats)
-        if tokens - len(parts) >= LEAST_SHARE:
-            model = parts[0].running.target.loaded.model_id
-            self._pace[model] = 0.5 * self._pace.get(model, seconds / tokens) + 0.5 * seconds / tokens
+                self._fail(each.request, error)
 
     def _end(self, running: RunningRequest) -> None:
-        with self._changed:  # `uses` must not look between these two
-            self._leave(running)
-            self._ending.submit(self._ended, running)
-
-    def _ended(self, running: RunningRequest) -> None:
         """Cache the turn, and find its citations."""
         try:
             found = None

@@ -22,7 +22,7 @@ from offload_decode.planning.sizes import tail_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics
 from offload_decode.server.loaded_models import Target
-from offload_decode.server.requests import Delta, Emit, Ended, Event, Failed, Prompted, Request, Scored, Usage
+from offload_decode.server.requests import Delta, Emit, Ended, Event, Prompted, Request, Scored, Usage
 from offload_decode.server.sampling import Picker, scored, vocabulary_of
 from offload_decode.types import StepStats
 
@@ -74,13 +74,10 @@ class Text:
         if found:
             self.stopped, self._open = True, ""
             return self._trimmed(text[: min(found)[1]])
-        starts = (start for start in range(len(text)) if self._may_stop(text[start:]))
+        starts = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self._stop))
         start = next(starts, len(text))
         self._open = text[start:]
         return self._trimmed(text[:start])
-
-    def _may_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
 
     def _trimmed(self, text: str) -> str:
         if self._raw:
@@ -91,12 +88,12 @@ class Text:
         return shown
 
 
-class Part(NamedTuple):
-    """A request's part of a pass: the logits of its turn go to `took`."""
+class ScheduledTurn(NamedTuple):
+    """A request's turn in a pass, whose logits go to `take`."""
 
-    running: RunningRequest
+    request: RunningRequest
     turn: Turn
-    took: Callable[[Tensor], None]
+    take: Callable[[Tensor], None]
 
 
 @dataclass(eq=False)
@@ -114,7 +111,7 @@ class RunningSequence:
 
 
 class RunningRequest:
-    """A request behind its stored prefix. The scheduler asks for the next tokens (`parts`), runs them among
+    """A request behind its stored prefix. The scheduler asks for the next tokens (`turns`), runs them among
     those of others, and hands over the logits.
     """
 
@@ -127,7 +124,7 @@ class RunningRequest:
         self.stats = StepStats()
         self.watch: Watch | None = None  # what its answers attend to, where that is asked for
         self._emit = emit
-        self._followed = followed
+        self.followed = followed
         self._rest = request.tokens
         self._cached = 0
         self._conversation: Conversation | None = None
@@ -178,21 +175,21 @@ class RunningRequest:
         """Continue a cached conversation of the first tokens of the prompt, or begin behind the stored
         prefix.
         """
-        self._followed.started()
+        self.followed.started()
         self._conversation = conversation = cached or self.target.start.fork()
         self._cached = len(conversation.tokens)
         self._rest = self.request.tokens[self._cached :]
         conversation.admitted(len(self._rest) + self._most, self.request.n)
 
-    def parts(self, share: int = 0) -> list[Part]:
+    def turns(self, share: int = 0) -> list[ScheduledTurn]:
         """The next turns to run: `share` tokens of the prompt, or one token of each answer."""
         if self._rest:
             if self._cites and share >= len(self._rest):  # the question's last token counts, and its answer's
                 self._see(self.conversation)
             turn = Turn(self.conversation, self._rest[:share], self.request.prompt_logprobs is not None)
-            return [Part(self, turn, partial(self._asked, share))]
+            return [ScheduledTurn(self, turn, partial(self._asked, share))]
         return [
-            Part(self, Turn(one.conversation, (one.token,)), partial(self._take, one))
+            ScheduledTurn(self, Turn(one.conversation, (one.token,)), partial(self._take, one))
             for one in self._sequences
             if one.finish is None
         ]
@@ -203,18 +200,9 @@ class RunningRequest:
 
     def emit(self, event: Event) -> None:
         """Send an event to the client, unless it has gone."""
-        self._followed.event(event)
+        self.followed.event(event)
         if not self.cancelled:
             self._emit(event)
-
-    def refuse(self, error: Exception) -> None:
-        """It was not taken on; `submit` raises."""
-        self._followed.event(Failed(error))
-
-    def abort(self) -> None:
-        """The client has gone."""
-        self._followed.aborted()
-        self.forget()
 
     def forget(self) -> None:
         """Free its memory."""

@@ -43,15 +43,12 @@ def entry(name: str = "book", path: Path | None = Path("/srv/stores/book.kv")) -
     return Entry(
         name=name,
         path=path,
-        base="tiny",
         model_id="/srv/models/tiny",
         dtype="float32",
         weights="auto",
         tokens=STORED if path else 0,
         documents=1 if path else 0,
         created=1_700_000_000,
-        digest="",
-        recall=None,
     )
 
 
