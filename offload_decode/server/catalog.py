@@ -152,7 +152,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._hidden: set[Path] = set()
         self._names: dict[str, str] = {}
-        self._subscribers: list[Callable[[set[str]], None]] = []
+        self._subscribers: list[Callable[[set[str]], object]] = []
         self._entries: tuple[Entry, ...] = ()
         self._named: dict[str, Entry] = {}
         self.refresh()
@@ -170,12 +170,10 @@ class Catalog:
             return found
         names = [entry.name for entry in self._entries]
         more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-        there = (
-            f"there are {', '.join(names[:_MOST_NAMES])}{more}" if names else "there is nothing to ask yet"
-        )
-        raise NoSuchName(f"nothing here is called '{readable(name)}': {there}")
+        there = f"are {', '.join(names[:_MOST_NAMES])}{more}" if names else "is nothing to ask yet"
+        raise NoSuchName(f"nothing here is called '{readable(name)}': there {there}")
 
-    def subscribe(self, callback: Callable[[set[str]], None]) -> None:
+    def subscribe(self, callback: Callable[[set[str]], object]) -> None:
         """Have `callback` called with the names that went or now stand for something else, from any thread,
         after `entry` knows.
         """
@@ -251,7 +249,7 @@ class Catalog:
                     yield place / name
 
     def _under_names(self, stores: dict[Path, Entry]) -> tuple[Entry, ...]:
-        """The stores and the bare models, each under a name that no other has; those that have one keep it."""
+        """The stores and the bare models, each under a name of its own; those that have one keep it."""
         found = {str(path): entry for path, entry in stores.items()}
         first: dict[str, Entry] = {}
         for entry in stores.values():
@@ -267,10 +265,11 @@ class Catalog:
                 created=self._began if store is None else store.created,
             )
         names = {key: name for key, name in self._names.items() if key in found}
+        taken = set(names.values())
         for key, entry in found.items():
             if key not in names:
-                taken = set(names.values())
                 names[key] = next(each for each in _candidates(entry.name, key) if each not in taken)
+                taken.add(names[key])
                 if names[key] != entry.name:
                     LOG.warning("%s is called '%s', because '%s' is another", key, names[key], entry.name)
         self._names = names

@@ -9,11 +9,11 @@ prefix cache would not find them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import chain, groupby
+from typing import Any, cast
 
 from offload_decode.common.errors import ModelError
 from offload_decode.models.loading import LoadedModel
@@ -38,13 +38,8 @@ Known = Sequence[tuple[int, ...] | None]
 """The tokens of each answer of a chat in turn, None where they are not known."""
 
 
-class KnownTokens(NamedTuple):
-    """A text in the tokens that it was generated as."""
-
-    tokens: tuple[int, ...]
-
-
-Part = Piece | KnownTokens
+Part = Piece | tuple[int, ...]
+"""Of a prompt: a text, or an answer in the tokens that it was generated as."""
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _CORPUS = "\x02Corpus\x03"
@@ -78,23 +73,24 @@ def chat_tokens(
     if prompt.template == "plain":
         if tools or called:
             raise WrongField("this model has no chat template, and so it knows no tools", "tools")
-        return _encoded(loaded, stored, _framed(prompt, without_system(read), known, stored, " "))
-
-    template = Template(loaded.known_tokenizer)
-    described = template.tools_text(tools) if tools else ""
-    if (tools and not described) or (called and not template.writes_calls()):
-        raise WrongField("the chat template of this model knows no tools", "tools")
-    if not stored:
-        return _encoded(loaded, stored, _alone(template, read, known, tools))
-    if described:
-        first = next(place for place, message in enumerate([*read, _USER]) if message.role != "system")
-        read = [*read[:first], Message("system", described), *read[first:]]
+        ahead = " "
+    else:
+        template = Template(loaded.known_tokenizer)
+        described = template.tools_text(tools) if tools else ""
+        if (tools and not described) or (called and not template.writes_calls()):
+            raise WrongField("the chat template of this model knows no tools", "tools")
+        if not stored:
+            return _encoded(loaded, stored, _alone(template, read, known, tools))
+        if described:
+            first = next(place for place, message in enumerate([*read, _USER]) if message.role != "system")
+            read = [*read[:first], Message("system", described), *read[first:]]
+        ahead = "" if called else template.before_answers(prompt.after)
     turns = without_system(read)
+    if turns[0].role != "user":
+        turns = [_USER, *turns]
     if called:
         return _encoded(loaded, stored, _behind(prompt, template, turns, known))
-    return _encoded(
-        loaded, stored, _framed(prompt, turns, known, stored, template.before_answers(prompt.after))
-    )
+    return _encoded(loaded, stored, _framed(prompt, turns, known, stored, ahead))
 
 
 def completion_tokens(loaded: LoadedModel, stored: bool, prompt: str | Sequence[int]) -> list[int]:
@@ -156,13 +152,13 @@ def _encoded(loaded: LoadedModel, stored: bool, parts: Iterable[Part], param: st
     known tokens are encoded as one text.
     """
     tokens: list[int] = []
-    for number, (_, group) in enumerate(groupby(parts, type)):
-        run = [*group]
-        pieces = [part for part in run if isinstance(part, Piece)]
+    for number, (kind, group) in enumerate(groupby(parts, type)):
+        if kind is not Piece:
+            tokens += chain.from_iterable(cast("Iterator[tuple[int, ...]]", group))
+            continue
+        pieces = [part for part in group if isinstance(part, Piece)]
         check_characters([piece.text for piece in pieces], param)
-        if not pieces:
-            tokens += [token for part in run if isinstance(part, KnownTokens) for token in part.tokens]
-        elif number or stored:
+        if number or stored:
             tokens += encode_after(loaded.known_tokenizer, "" if number else loaded.prompt.gap[0], pieces)
         else:
             tokens += [*loaded.prompt.opening, *encode_first(loaded.known_tokenizer, pieces)]
@@ -173,8 +169,6 @@ def _framed(prompt: Prompt, turns: list[Message], known: Known, stored: bool, ah
     """Questions and answers as the engine puts them; `ahead` goes before an answer whose tokens are not
     known.
     """
-    if turns[0].role != "user":
-        turns = [_USER, *turns]
     answers, after = iter(known), prompt.after
     parts: list[Part] = [Piece((prompt.gap[1] if stored else "") + prompt.ask)]
     for place, message in enumerate(turns):
@@ -183,10 +177,10 @@ def _framed(prompt: Prompt, turns: list[Message], known: Known, stored: bool, ah
             parts += [Piece(message.text.strip(), users=True), Piece(after)]
             after = prompt.again
         elif tokens := next(answers, None):
-            parts.append(KnownTokens(tokens))
+            parts.append(tokens)
         else:
-            # The last one continues where its text ends.
-            text = message.text.lstrip() if place == len(turns) - 1 else message.text.strip()
+            continues = place == len(turns) - 1  # where its text ends
+            text = message.text.lstrip() if continues else message.text.strip()
             parts += [Piece(ahead), Piece(text, users=True)]
     return parts
 
@@ -206,8 +200,6 @@ def _alone(template: Template, messages: list[Message], known: Known, tools: Too
 
 def _behind(prompt: Prompt, template: Template, turns: list[Message], known: Known) -> list[Part]:
     """As the template puts turns behind a corpus that the user's first message begins with."""
-    if turns[0].role != "user":
-        turns = [_USER, *turns]
     asked = replace(turns[0], text=_CORPUS + prompt.join.gap + turns[0].text.strip())
     head = template.rendered([asked]).split(_CORPUS)[0] + _CORPUS
     first, *parts = _templated(template, [asked, *turns[1:]], known, None)
@@ -254,7 +246,7 @@ def _with_known(
         start, at = len(opened[mark]), text.find(mark)
         if text.count(mark) != 1 or not text.startswith(opened[mark]) or text[start:at].strip():
             return None
-        parts += [*template.pieces(text[end:start]), KnownTokens(known[place])]
+        parts += [*template.pieces(text[end:start]), known[place]]
         end = at + len(mark)
     for stripped in (False, True):
         written = template.plain(text)
@@ -302,9 +294,7 @@ class Template:
             raise WrongField(f"{message}: let questions and answers alternate", "messages") from error
 
     def pieces(self, rendered: str) -> list[Piece]:
-        """The pieces of a rendered text, or of a part of it; a special token that no piece holds whole is
-        letters.
-        """
+        """The pieces of a rendered text; a special token that no piece holds whole is letters."""
         return [Piece(part) for part in rendered.split(_BREAK)]
 
     def plain(self, rendered: str) -> str:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,8 +28,6 @@ _STATES = 20_000  # of a lexer, about 2 kB each
 _STACK = 512 * 1024 * 1024
 # A model that may write white space for ever sometimes does.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,16}"}
-
-T = TypeVar("T")
 
 
 class Grammar:
@@ -106,7 +104,7 @@ class _Grammars:
         written = _written(grammar)
         if (known := self._compiled.find(written)) is not None:
             return known
-        matcher = _deep(lambda: self._compile(written))
+        matcher = _compiled(self._tokenizer, written)
         trial = matcher.deep_copy()
         if not trial.is_error():
             trial.compute_bitmask()  # some lead nowhere
@@ -114,12 +112,6 @@ class _Grammars:
             raise WrongField(_sentence(trial.get_error()))
         self._compiled.keep(written, matcher)
         return matcher
-
-    def _compile(self, written: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
-        return LLMatcher(self._tokenizer, written, limits=limits, log_level=0)
 
 
 _KNOWN: WeakKeyDictionary[Any, _Grammars] = WeakKeyDictionary()
@@ -157,9 +149,12 @@ def _written(grammar: Mapping[str, Any]) -> str:
         case {"json_object": True}:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
         case {"json_schema": Mapping() as schema}:
-            text = _short(_json(schema))
             try:
-                return LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+                text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise WrongField("the schema is not JSON") from error
+            try:
+                return LLMatcher.grammar_from_json_schema(_short(text), defaults=JSON_OPTIONS)
             except ValueError as error:
                 raise WrongField("the schema is nested too deeply") from error
         case {"regex": str(regex)}:
@@ -169,28 +164,24 @@ def _written(grammar: Mapping[str, Any]) -> str:
     raise WrongField("it must be a JSON schema, a JSON object, a regular expression or a Lark grammar")
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WrongField("the schema is not JSON") from error
-
-
 def _short(text: str) -> str:
     if len(text.encode(errors="replace")) > MOST_BYTES:
         raise WrongField(f"it is longer than {MOST_BYTES // 1024} KiB")
     return text
 
 
-def _deep(compile: Callable[[], T]) -> T:
-    """Run it on a stack that the longest chain of references in `MOST_BYTES` does not fill: llguidance
+def _compiled(tokenizer: Any, written: str) -> LLMatcher:
+    """Compiled on a stack that the longest chain of references in `MOST_BYTES` does not fill: llguidance
     follows them by recursion, and ends the process where it has no room left.
     """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
     with ThreadPoolExecutor(1) as pool:
         with _STACKS:
             before = threading.stack_size(_STACK)
             try:
-                running = pool.submit(compile)
+                running = pool.submit(LLMatcher, tokenizer, written, limits=limits, log_level=0)
             finally:
                 threading.stack_size(before)
         return running.result()

@@ -15,7 +15,7 @@ import re
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.models.loading import LoadedModel
@@ -34,7 +34,6 @@ AHEAD = 8_192
 _HEAD = 64  # characters by which a store is recognised, before all of it is compared
 _HEAD_TOKENS = 256
 _MOST = 4_096  # stores whose texts are known
-_BLANK = re.compile(r"\s*")
 _ENDS = re.compile(r"""\Z|\s|[<"'`)\]}]""")  # else the text goes on as another would
 
 
@@ -44,20 +43,13 @@ _Key = tuple[str, ...]
 """The digest of a store, and what tells models apart."""
 
 
-class _Document(NamedTuple):
-    """Characters of a document, and their SHA-256."""
-
-    length: int
-    sha256: bytes
-
-
 class Matcher:
     """Knows the texts of stores by their digests, each read once. Thread-safe; loads no model."""
 
     def __init__(self, least: int = LEAST):
         self._least = least
         self._heads: dict[_Key, str] = {}
-        self._documents: dict[_Key, tuple[_Document, ...]] = {}
+        self._documents: dict[_Key, list[tuple[int, bytes]]] = {}  # characters of each, and their SHA-256
         self._lock = threading.Lock()
 
     def match(
@@ -99,12 +91,12 @@ class Matcher:
         if start < 0:
             return
         if key not in self._documents:
-            self._documents[key] = _read(store, lambda opened: _documents(loaded, opened), ())
+            self._documents[key] = _read(store, lambda opened: _documents(loaded, opened), [])
         end = start
-        for document in self._documents[key]:
-            begin = _after_blank(text, end)
-            end = begin + document.length
-            if _sha256(text[begin:end]) != document.sha256:
+        for length, digest in self._documents[key]:
+            begin = next((place for place in range(end, len(text)) if not text[place].isspace()), len(text))
+            end = begin + length
+            if _sha256(text[begin:end]) != digest:
                 return
         if end > start and _ENDS.match(text, end):
             yield start, end
@@ -150,12 +142,12 @@ def _head(loaded: LoadedModel, store: KVStore) -> str:
     return text[:_HEAD].rstrip("\ufffd").strip()
 
 
-def _documents(loaded: LoadedModel, store: KVStore) -> tuple[_Document, ...]:
+def _documents(loaded: LoadedModel, store: KVStore) -> list[tuple[int, bytes]]:
     """The documents of a store, without the white space around them."""
     first, *others = store.documents
     texts = [_first(loaded, store, first.end)]
     texts += [_decoded(loaded, store.tokens[each.start : each.end].tolist()).strip() for each in others]
-    return tuple(_Document(len(text), _sha256(text)) for text in texts if text)
+    return [(len(text), _sha256(text)) for text in texts if text]
 
 
 def _first(loaded: LoadedModel, store: KVStore, end: int) -> str:
@@ -184,11 +176,6 @@ def _decoded(loaded: LoadedModel, tokens: list[int]) -> str:
     return str(
         loaded.known_tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )
-
-
-def _after_blank(text: str, place: int) -> int:
-    found = _BLANK.match(text, place)
-    return place if found is None else found.end()
 
 
 def _sha256(text: str) -> bytes:

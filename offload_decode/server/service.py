@@ -73,7 +73,7 @@ class Service:
         self.matcher = Matcher()
         self.releases = Releases(self.scheduler.uses, self._close)
         self.jobs = Jobs(catalog, self.releases.released, settings.config.device, settings.read_only)
-        catalog.subscribe(self._replaced)
+        catalog.subscribe(lambda names: [*map(self._close, names)])
         self._tell_metrics()
 
     def preload(self) -> None:
@@ -102,8 +102,7 @@ class Service:
                 emit, shown = CallFilter(emit, choice.form, choice.names), choice.shown
                 if choice.grammar is not None:
                     asked = replace(asked, generation=replace(asked.generation, grammar=choice.grammar))
-            request = replace(self._request(asked, target, tokens), shown=shown)
-            return self.scheduler.submit(request, target, emit)
+            return self.scheduler.submit(self._request(asked, target, tokens, shown=shown), target, emit)
 
     def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
         """Ask for the continuation of a text; its events go to `emit`. Raises as `chat`."""
@@ -112,9 +111,10 @@ class Service:
             if isinstance(asked.prompt, str):
                 self._check_letters(len(asked.prompt))
             tokens = completion_tokens(target.loaded, target.stored, asked.prompt)
-            request = self._request(asked, target, tokens)
-            request = replace(request, prompt_logprobs=asked.prompt_logprobs, raw=True)
-            return self.scheduler.submit(request, target, emit)
+            scores = {"prompt_logprobs": asked.prompt_logprobs}
+            return self.scheduler.submit(
+                self._request(asked, target, tokens, **scores, raw=True), target, emit
+            )
 
     def tokenize(
         self,
@@ -197,19 +197,14 @@ class Service:
             limits = f"{self.settings.max_prompt:,} tokens, of at most {most:,} characters"
             raise TooLarge(f"the prompt has {letters:,} characters, and this server takes {limits}")
 
-    def _request(self, asked: AskOptions, target: Target, tokens: Sequence[int]) -> Request:
-        wanted = asked.generation
+    def _request(self, asked: AskOptions, target: Target, tokens: Sequence[int], **more: Any) -> Request:
+        wanted, settings = asked.generation, self.settings
         if wanted.max_tokens is None:
-            wanted = replace(wanted, max_tokens=self.settings.max_tokens)
+            wanted = replace(wanted, max_tokens=settings.max_tokens)
         check_generation(target.loaded, wanted)
         shared = {field.name: getattr(asked, field.name) for field in fields(AskOptions)}
-        deadline_s = min(asked.deadline_s or self.settings.deadline_s, self.settings.deadline_s)
-        changed = {"generation": wanted, "deadline_s": deadline_s}
-        return Request(**{**shared, **changed}, tokens=tuple(tokens))
-
-    def _replaced(self, names: set[str]) -> None:
-        for name in names:
-            self._close(name)
+        shared |= {"deadline_s": min(asked.deadline_s or settings.deadline_s, settings.deadline_s)}
+        return Request(**{**shared, "generation": wanted}, tokens=tuple(tokens), **more)
 
     def _close(self, name: str) -> None:
         self.loaded_models.forget(name)

@@ -16,7 +16,7 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.server.grammar import JSON_OPTIONS, check_grammar
 from offload_decode.server.requests import Delta, Emit, Ended, Event, ToolCall, WrongField
 
-_BETWEEN = re.compile(r"[\s;,]*")
+_BETWEEN = re.compile(r"^[\s;,]+")
 _JSON = json.JSONDecoder()
 
 
@@ -50,7 +50,8 @@ class CallParser:
         self._form = form
         self._names = names
         self._pending = ""
-        self._inside = False  # of a call, that begins with `_held`
+        self.called = False
+        self._inside = False  # of a call, which `_pending` begins with
         self._fresh = True  # nothing was shown, and nothing called
 
     def push(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
@@ -106,11 +107,10 @@ class CallParser:
                 name, _, arguments = one.partition("[ARGS]")
                 yield {"name": name.strip(), self._form.arguments: json.loads(arguments)}
             return
-        place = _after(body, 0)
-        while place < len(body):
-            value, place = _JSON.raw_decode(body, place)
+        while body := _BETWEEN.sub("", body):
+            value, end = _JSON.raw_decode(body)
             yield from value if isinstance(value, list) else [value]
-            place = _after(body, place)
+            body = body[end:]
 
     def _call(self, value: Any) -> ToolCall | None:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -134,33 +134,21 @@ class CallFilter:
         self._form = form
         self._names = names
         self._answers: dict[int, CallParser] = {}
-        self._called: set[int] = set()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Delta):
-            text, calls = self._of(event.index).push(event.text)
-            self._send(Delta(event.index, text, event.tokens, calls))
-        elif isinstance(event, Ended):
-            text, calls = self._of(event.index).rest()
-            if text or calls:
-                self._send(Delta(event.index, text, (), calls))
-            whole = event.index in self._called and event.finish == "stop"
-            self._emit(Ended(event.index, "tool_calls") if whole else event)
-        else:
+        if not isinstance(event, Delta | Ended):
             self._emit(event)
-
-    def _of(self, index: int) -> CallParser:
-        return self._answers.setdefault(index, CallParser(self._form, self._names))
-
-    def _send(self, delta: Delta) -> None:
-        if delta.calls:
-            self._called.add(delta.index)
-        self._emit(delta)
-
-
-def _after(body: str, place: int) -> int:
-    found = _BETWEEN.match(body, place)
-    return found.end() if found else place
+            return
+        parser = self._answers.setdefault(event.index, CallParser(self._form, self._names))
+        text, calls = parser.rest() if isinstance(event, Ended) else parser.push(event.text)
+        parser.called |= bool(calls)
+        if isinstance(event, Delta):
+            self._emit(Delta(event.index, text, event.tokens, calls))
+            return
+        if text or calls:
+            self._emit(Delta(event.index, text, (), calls))
+        called = parser.called and event.finish == "stop"
+        self._emit(Ended(event.index, "tool_calls") if called else event)
 
 
 @dataclass(frozen=True)
@@ -199,8 +187,7 @@ def choice_of(
         return None
     form = form_of(loaded.known_tokenizer)
     shown = _shown(loaded.known_tokenizer, form)
-    grammar = None
-    schema = None
+    grammar = schema = None
     if not chosen and text_grammar is not None:
         schema = text_grammar.get("json_schema", {"type": "object"})
         check_grammar(loaded, {"json_schema": schema})
