@@ -19,22 +19,19 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 from uuid import uuid4
 
 from offload_decode.common import files
-from offload_decode.common.errors import CorpusError, OffloadDecodeError, StoreBusy, StoreError
+from offload_decode.common.errors import CorpusError, OffloadDecodeError, StoreBusy
 from offload_decode.common.fast_import import skip_slow_imports
 from offload_decode.common.files import NotPlain, lock, open_plain
 from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory, own_memory
-from offload_decode.kv.indexes import heads_of, indexes_folder
+from offload_decode.kv.indexes import heads_of
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import LOCK as STORE_LOCK
-from offload_decode.store.staging import REPLACED, locked, partial_path
-from offload_decode.store.writer import clear, restore
 
 LOG = logging.getLogger("offload_decode.server")
 
@@ -44,7 +41,6 @@ NICE = 10
 """Answers go first: of a processor that both want, such a process gets one part in ten."""
 _LARGEST_RECORD = 64 << 20
 _WAIT_S = 5.0
-_TRASH = ".deleted-"
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Progress = Callable[[str, int, int], None]
@@ -151,13 +147,15 @@ class JobFiles:
             for number in range(len(job.documents)):
                 (self.of(job.id) / str(number)).unlink(missing_ok=True)
 
-    def all(self) -> Iterator[tuple[Path, Job | None]]:
-        """Every folder that is there, with its job; None where that cannot be read."""
+    def all(self) -> list[Job]:
+        """Every job that is there and can be read."""
+        found = []
         for folder in sorted(path for path in self.folder.iterdir() if path.is_dir()):
             try:
-                yield folder, read(folder)
+                found.append(read(folder))
             except (OSError, ValueError):
-                yield folder, None
+                LOG.warning("%s is left out: it holds no job that can be read", folder)
+        return found
 
 
 def read(folder: Path) -> Job:
@@ -177,38 +175,6 @@ def read(folder: Path) -> Job:
 
 def _write(folder: Path, job: Job) -> None:
     files.write(folder / RECORD, json.dumps(asdict(job)).encode())
-
-
-def discard(path: Path) -> None:
-    """Remove what a job staged for the store at `path`. The store itself, where there is one, stays."""
-    partial = partial_path(path)
-    if (partial / STORE_LOCK).exists():
-        try:
-            with locked(partial):
-                restore(path, partial / REPLACED)
-                clear(partial)
-        except StoreBusy as error:
-            LOG.warning("%s", error)
-
-
-def remove(path: Path) -> None:
-    """Remove a store with all that lies beside it; it is gone from its name at once."""
-    discard(path)
-    trash = path.with_name(f"{_TRASH}{uuid4().hex}")
-    try:
-        trash.mkdir()
-        os.rename(path, trash / path.name)
-        if indexes_folder(path).exists():
-            os.rename(indexes_folder(path), trash / indexes_folder(path).name)
-        shutil.rmtree(trash)
-    except OSError as error:
-        raise StoreError(f"the store could not be removed: {error.strerror}") from error
-
-
-def empty_trash(folder: Path) -> None:
-    """Remove what a server left of stores when it was killed while it deleted them."""
-    for left in folder.glob(f"{_TRASH}*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def main() -> None:

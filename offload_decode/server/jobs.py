@@ -21,26 +21,18 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from offload_decode.common.errors import ConfigError, StoreBusy, StoreError, StoreExists
 from offload_decode.hf.compat import check_dtype
+from offload_decode.kv.indexes import indexes_folder
 from offload_decode.models.quantization import check_weights
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
-from offload_decode.server.job import (
-    EXCHANGE,
-    JOBS,
-    Job,
-    JobFiles,
-    State,
-    Upload,
-    Work,
-    discard,
-    empty_trash,
-    reason_of,
-    remove,
-)
+from offload_decode.server.job import EXCHANGE, JOBS, Job, JobFiles, State, Upload, Work, reason_of
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
+from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
+from offload_decode.store.writer import clear, restore
 
 LOG = logging.getLogger("offload_decode.server")
 
@@ -48,6 +40,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_WAITING, MOST_KEPT = 100, 200
 MOST_DOCUMENTS, MOST_LETTERS = 10_000, 500
 _TRIES = 3
+_TRASH = ".deleted-"
 
 Released = Callable[[str], AbstractContextManager[object]]
 """While the context of a name is open, nothing uses or opens its store; entering it waits for the answers
@@ -92,8 +85,8 @@ class Jobs:
         self._exchanging = self._closed = False
         if read_only:
             return
-        for folder in catalog.folders:
-            empty_trash(folder)
+        for left in [path for folder in catalog.folders for path in folder.glob(f"{_TRASH}*")]:
+            shutil.rmtree(left, ignore_errors=True)  # of stores that a killed server was deleting
         if catalog.folders and (catalog.folders[0] / JOBS).is_dir():
             try:
                 self._begin()
@@ -106,10 +99,9 @@ class Jobs:
 
     def job(self, id: str) -> Job:
         """One of them. Raises `NoSuchName`."""
-        found = self._jobs.get(id)
-        if found is None:
-            raise NoSuchName(f"there is no job '{readable(id)}'")
-        return found
+        if found := self._jobs.get(id):
+            return found
+        raise NoSuchName(f"there is no job '{readable(id)}'")
 
     def progress(self, id: str) -> JobProgress | None:
         """How far a running job is."""
@@ -129,7 +121,6 @@ class Jobs:
         how = {"dtype": of.dtype, "weights": of.weights} | how
         path = folder / (name.removesuffix(SUFFIX) + SUFFIX)
         work = Work("prefill", path.stem, str(path), of.model_id, **how)
-        _check(work, documents)
         return self._submit(work, documents)
 
     def append(self, name: str, documents: Sequence[Upload]) -> Job:
@@ -137,7 +128,6 @@ class Jobs:
         self._folder()
         entry = self._store(name)
         work = Work("append", entry.name, str(entry.path), entry.model_id, entry.dtype, entry.weights)
-        _check(work, documents)
         return self._submit(work, documents)
 
     def cancel(self, id: str) -> Job:
@@ -209,11 +199,8 @@ class Jobs:
                 self._files = JobFiles(folder)
             except OSError as error:
                 raise StoreError(f"no stores can be made in {folder}: {error.strerror}") from error
-            for folder, job in self._files.all():
-                if job is None:
-                    LOG.warning("%s is left out: it holds no job that can be read", folder)
-                else:
-                    self._jobs[job.id] = job if job.over else replace(job, state="queued")
+            for job in self._files.all():
+                self._jobs[job.id] = job if job.over else replace(job, state="queued")
             self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
             self._thread.start()
         return self._files
@@ -247,6 +234,7 @@ class Jobs:
         return [job for job in self._jobs.values() if not job.over]
 
     def _submit(self, work: Work, documents: Sequence[Upload]) -> Job:
+        _check(work, documents)
         with self._changed:
             files = self._begin()
             if len(self._unfinished()) >= MOST_WAITING:
@@ -395,3 +383,29 @@ def _check(work: Work, documents: Sequence[Upload]) -> None:
             raise WrongField(f"a document's name has 1 to {MOST_LETTERS} printable letters", "documents")
         if times > 1:
             raise WrongField(f"two documents are called '{name}': give each a name of its own", "documents")
+
+
+def discard(path: Path) -> None:
+    """Remove what a job staged for the store at `path`. The store itself, where there is one, stays."""
+    partial = partial_path(path)
+    if (partial / LOCK).exists():
+        try:
+            with locked(partial):
+                restore(path, partial / REPLACED)
+                clear(partial)
+        except StoreBusy as error:
+            LOG.warning("%s", error)
+
+
+def remove(path: Path) -> None:
+    """Remove a store with all that lies beside it; it is gone from its name at once."""
+    discard(path)
+    trash = path.with_name(f"{_TRASH}{uuid4().hex}")
+    try:
+        trash.mkdir()
+        path.rename(trash / path.name)
+        if (indexes := indexes_folder(path)).exists():
+            indexes.rename(trash / indexes.name)
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise StoreError(f"the store could not be removed: {error.strerror}") from error

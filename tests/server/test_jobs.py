@@ -30,6 +30,7 @@ from offload_decode.server.catalog import Catalog
 from offload_decode.server.job import JOBS, Job, JobFiles, Upload, Work, run
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
+from offload_decode.store.reader import KVStore
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree
 from tests.tiny import text_model, tiny_tokenizer
@@ -119,9 +120,12 @@ def gate():
 
     @contextmanager
     def released(name: str) -> Iterator[None]:
+        released.events.append(f"asked for {name}")
         assert free.wait(60)
         yield
+        released.events.append("let go")
 
+    released.events = []
     return free, released
 
 
@@ -162,6 +166,9 @@ def test_what_a_job_makes_is_what_the_commands_make(shelf, tiny, tmp_path):
     assert made["recall"] == build_indexes(plain, "clusters").recall
     assert tree(shelf / "book.kv") == tree(plain)
     assert tree(shelf / "book.kv.indexes").keys() == tree(plain.with_name("book.kv.indexes")).keys()
+    again, stages = run_here(shelf, work, text("facts"))
+    assert "prefill" not in stages
+    assert again["n_tokens"] == made["n_tokens"]
 
     appended = Work("append", "book", str(shelf / "book.kv"), model)
     added, stages = run_here(shelf, appended, text("more", MORE))
@@ -173,20 +180,10 @@ def test_what_a_job_makes_is_what_the_commands_make(shelf, tiny, tmp_path):
     assert (again["added"], again["known"]) == ((), ("more",))
 
 
-def test_a_job_that_is_run_again_keeps_what_it_made(shelf, tiny):
-    work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), options=CHUNK, index=False)
-    first, _ = run_here(shelf, work, text("facts"))
-    again, stages = run_here(shelf, work, text("facts"))
-    assert "prefill" not in stages
-    assert again["n_tokens"] == first["n_tokens"]
-
-
 def test_files_are_read_by_what_they_are(shelf, tiny):
     work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), index=False)
     page = Upload("page.html", io.BytesIO(b"<title>x</title><p>Hello &amp; welcome</p>"))
     run_here(shelf, work, page, text("as it is.html", "<p>raw</p>"))
-    from offload_decode.store.reader import KVStore
-
     store = KVStore.open(shelf / "book.kv")
     decoded = tiny_tokenizer().decode(store.tokens)
     assert [document.name for document in store.documents] == ["page.html", "as it is.html"]
@@ -226,9 +223,7 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(started, says):
     says([HALF, WAIT, DONE])
     running = started()
     made = [running.prefill(name, None, [text("facts")]) for name in ("a", "b", "c")]
-    assert running.jobs() == made[::-1] or [job.id for job in running.jobs()] == [
-        job.id for job in made[::-1]
-    ]
+    assert [job.id for job in running.jobs()] == [job.id for job in made[::-1]]
     for first, *others in (made, made[1:], made[2:]):
         until(lambda first=first: running.progress(first.id) is not None)
         assert [state(running, job) for job in (first, *others)] == ["running"] + ["queued"] * len(others)
@@ -327,27 +322,18 @@ def test_a_job_that_is_cancelled_ends(started, says, shelf):
     assert state(running, second) == "cancelled"
 
 
-def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, says, shelf, catalog):
+def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, says, shelf, catalog, gate):
     make_store(shelf / "book.kv")
     catalog.refresh()
     says([HALF, {"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
-    events: list[str] = []
-    free = threading.Event()
-
-    @contextmanager
-    def released(name: str) -> Iterator[None]:
-        events.append(f"asked for {name}")
-        assert free.wait(60)
-        yield
-        events.append("let go")
-
+    free, released = gate
     running = started(released=released)
     job = running.append("book", [text("more", MORE)])
-    until(lambda: bool(events))
+    until(lambda: released.events == ["asked for book"])
     assert state(running, job) == "running"
     free.set()
     assert over(running, job)[0].state == "done"
-    until(lambda: events == ["asked for book", "let go"])
+    until(lambda: released.events == ["asked for book", "let go"])
 
 
 def test_an_append_that_waits_can_be_cancelled(started, says, shelf, catalog, gate):
@@ -400,37 +386,30 @@ def test_a_new_job_takes_the_place_of_one_that_failed(started, says):
 
 def test_what_no_store_can_be_made_of_is_refused_at_once(started, shelf, catalog):
     running = started()
-    make = running.prefill
-    for error, refused in (
-        (WrongField, lambda: make("book", None, [])),
-        (WrongField, lambda: make("book", None, [text("")])),
-        (WrongField, lambda: make("book", None, [text("a\nb")])),
-        (WrongField, lambda: make("book", None, [text("x" * 501)])),
-        (WrongField, lambda: make("book", None, [text("a"), text("a")])),
-        (WrongField, lambda: make("book", None, [text(str(n)) for n in range(10_001)])),
-        (NoSuchName, lambda: make("book", "https://host/model", [text("a")])),
-        (NoSuchName, lambda: make("book", str(shelf), [text("a")])),
-        (ConfigError, lambda: make("book", None, [text("a")], kv="int3")),
-        (ConfigError, lambda: make("book", None, [text("a")], dtype="float8")),
-        (ConfigError, lambda: make("book", None, [text("a")], weights="int3")),
-        (ConfigError, lambda: make("book", None, [text("a")], method="guess")),
-        (ConfigError, lambda: make("book", None, [text("a")], options={"chunk": 0})),
-        (ConfigError, lambda: make("book", None, [text("a")], options={"chnk": 64})),
-        (ConfigError, lambda: make("book", None, [text("a")], options={"chunk": [1]})),
-        (NoSuchName, lambda: running.append("book", [text("a")])),
-        (NoSuchName, lambda: running.append("tiny", [text("a")])),
-        (NoSuchName, lambda: running.delete("tiny")),
-        (NoSuchName, lambda: running.job("job-\ud800" + "x" * 1000)),
-        (NoSuchName, lambda: running.cancel("../job")),
-    ):
+
+    def refused(error: type[Exception], call: Callable[..., object], *args: Any, **how: Any) -> None:
         with pytest.raises(error) as raised:
-            refused()
+            call(*args, **how)
         assert len(str(raised.value)) < 600
+
+    for names in ([], [""], ["a\nb"], ["x" * 501], ["a", "a"], map(str, range(10_001))):
+        refused(WrongField, running.prefill, "book", None, [*map(text, names)])
+    for model in ("https://host/model", str(shelf)):
+        refused(NoSuchName, running.prefill, "book", model, [text("a")])
+    for how in ({"kv": "int3"}, {"dtype": "float8"}, {"weights": "int3"}, {"method": "guess"}):
+        refused(ConfigError, running.prefill, "book", None, [text("a")], **how)
+    for options in ({"chunk": 0}, {"chnk": 64}, {"chunk": [1]}):
+        refused(ConfigError, running.prefill, "book", None, [text("a")], options=options)
+    for name in ("book", "tiny"):
+        refused(NoSuchName, running.append, name, [text("a")])
+    refused(NoSuchName, running.delete, "tiny")
+    refused(NoSuchName, running.job, "job-\ud800" + "x" * 1000)
+    refused(NoSuchName, running.cancel, "../job")
     assert list(shelf.iterdir()) == []
     make_store(shelf / "other.kv")
     catalog.refresh()
     with pytest.raises(WrongField, match="name one of tiny, model"):
-        make("book", None, [text("a")])
+        running.prefill("book", None, [text("a")])
 
 
 def test_jobs_do_not_pile_up(started, says, monkeypatch):
@@ -442,7 +421,7 @@ def test_jobs_do_not_pile_up(started, says, monkeypatch):
         over(running, running.prefill(name, None, [text("facts")]))
     assert [job.work.name for job in running.jobs()] == ["c", "b"]
     assert running._files is not None
-    assert len([*running._files.all()]) == 2
+    assert len(running._files.all()) == 2
     says([WAIT])
     for name in ("d", "e"):
         running.prefill(name, None, [text("facts")])
@@ -514,11 +493,11 @@ def test_a_record_is_read_as_it_was_written(shelf):
     work = Work("prefill", "book", "/x/book.kv", "demo", options={"chunk": 64})
     job = files.create(work, [text("a"), Upload("b.pdf", io.BytesIO(b"%PDF"))])
     assert job.documents == (("a", True), ("b.pdf", False))
-    assert [*files.all()] == [(files.of(job.id), job)]
+    assert files.all() == [job]
     record = files.of(job.id) / "job.json"
     for spoilt in ("[]", "{}", "null", '{"id": 1}', record.read_text().replace(job.id, "job-2"), "x"):
         record.write_text(spoilt)
-        assert [found for _, found in files.all()] == [None]
+        assert files.all() == []
     files.close()
 
 
