@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 from offload_decode.kv.indexes import OLD, PARTIAL, describe, kind_folder
 from offload_decode.server.requests import NoSuchName
 from offload_decode.store.files import SEAL
+from offload_decode.store.format import Manifest
 from offload_decode.store.layout import ROOT
 from offload_decode.store.reader import KVStore
 
@@ -61,6 +63,12 @@ class Entry:
     recall: float | None = None
     identity: object = None
 
+    @classmethod
+    def of(cls, manifest: Manifest, path: Path, **more: Any) -> Entry:
+        """A store under the name of its folder."""
+        name, model = readable(path.name.removesuffix(SUFFIX)), manifest.model_id
+        return cls(name, path, model, manifest.dtype, manifest.weights, manifest.n_tokens, **more)
+
     @cached_property
     def base(self) -> str:
         """The model as clients may see it: its id as it is, of a path its last part."""
@@ -79,13 +87,9 @@ def _read(path: Path, identity: object) -> Entry:
     if kind_folder(path, _SEARCHED).is_dir():
         found = describe(store, _SEARCHED)
         recall = found.recall if found.heads == found.heads_in_all else None
-    return Entry(
-        name=readable(path.name.removesuffix(SUFFIX)),
-        path=path,
-        model_id=manifest.model_id,
-        dtype=manifest.dtype,
-        weights=manifest.weights,
-        tokens=manifest.n_tokens,
+    return Entry.of(
+        manifest,
+        path,
         documents=len(store.documents),
         created=int(os.stat(path / SEAL).st_mtime),
         digest=store.store_digest,
@@ -95,9 +99,7 @@ def _read(path: Path, identity: object) -> Entry:
 
 
 def _stat(path: Path) -> tuple[int, int, int, int] | None:
-    """Of a store's folder and the files that are written last, or of its folder of clusters, which is renamed
-    when they are whole.
-    """
+    """Of a folder or file that changes when its store, or the clusters beside it, are replaced."""
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -174,8 +176,8 @@ class Catalog:
         raise NoSuchName(f"nothing here is called '{readable(name)}': there {there}")
 
     def subscribe(self, callback: Callable[[set[str]], object]) -> None:
-        """Have `callback` called with the names that went or now stand for something else, from any thread,
-        after `entry` knows.
+        """Call `callback` with names that went or now stand for something else, once `entry` knows, from any
+        thread.
         """
         self._subscribers.append(callback)
 
@@ -215,9 +217,7 @@ class Catalog:
                 LOG.exception("a look at the folders failed")
 
     def _stores(self) -> dict[Path, Entry]:
-        """The stores by their paths, in the order of the places and of their names; each is read once for as
-        long as it is the same. One that cannot be served is left out, and the log says why, once.
-        """
+        """The stores by path, each read while it changes; what cannot be served is logged once."""
         before, self._known = self._known, {}
         problems: dict[Path, str] = {}
         for path in dict.fromkeys(self._paths(problems)):

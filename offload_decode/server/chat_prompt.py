@@ -148,9 +148,7 @@ def check_characters(texts: Iterable[str], param: str) -> None:
 
 
 def _encoded(loaded: LoadedModel, stored: bool, parts: Iterable[Part], param: str = "messages") -> list[int]:
-    """Token ids of parts, a text first, behind the stored tokens or as a whole prompt; the pieces between
-    known tokens are encoded as one text.
-    """
+    """Token ids of parts; the pieces between known tokens are encoded as one text."""
     tokens: list[int] = []
     for number, (kind, group) in enumerate(groupby(parts, type)):
         if kind is not Piece:
@@ -166,9 +164,7 @@ def _encoded(loaded: LoadedModel, stored: bool, parts: Iterable[Part], param: st
 
 
 def _framed(prompt: Prompt, turns: list[Message], known: Known, stored: bool, ahead: str) -> list[Part]:
-    """Questions and answers as the engine puts them; `ahead` goes before an answer whose tokens are not
-    known.
-    """
+    """As the engine puts turns; `ahead` goes before an answer whose tokens are not known."""
     answers, after = iter(known), prompt.after
     parts: list[Part] = [Piece((prompt.gap[1] if stored else "") + prompt.ask)]
     for place, message in enumerate(turns):
@@ -210,9 +206,7 @@ def _behind(prompt: Prompt, template: Template, turns: list[Message], known: Kno
 
 
 def _templated(template: Template, messages: list[Message], known: Known, tools: Tools | None) -> list[Part]:
-    """The template's text, with answers in their known tokens where it leaves them unchanged: all of them, or
-    those without tool calls, or none.
-    """
+    """The template's text, with answers in their known tokens where it leaves them unchanged."""
     places = [place for place, message in enumerate(messages) if message.role == "assistant"]
     # An answer that opens the chat is behind no question, so that it was not generated.
     all_known = {place: tokens for place, tokens in zip(places, known, strict=False) if tokens and place}
@@ -340,7 +334,6 @@ class Template:
         return written
 
     def _broken(self, value: Any) -> Any:
-        """The same value, with the special tokens that it spells out broken up."""
         if isinstance(value, str) and self._special is not None:
             return self._special.sub(lambda found: found[0][:1] + _BREAK + found[0][1:], value)
         if isinstance(value, Mapping):
@@ -351,7 +344,6 @@ class Template:
 
 
 def _added(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """The parts of one text beyond those of the other."""
     added: list[str] = []
     for kind, start, end, first, last in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if kind == "insert":

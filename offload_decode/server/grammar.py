@@ -142,7 +142,6 @@ def _within(tokenizer: Any) -> str:
 
 
 def _written(grammar: Mapping[str, Any]) -> str:
-    """As llguidance reads it."""
     from llguidance import LLMatcher
 
     match dict(grammar):

@@ -47,9 +47,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Upload(NamedTuple):
-    """A document on its way in: its name, its bytes, and whether they are text already (UTF-8) or a file of
-    some kind.
-    """
+    """A document on its way in; `text`: its bytes are text already (UTF-8), not a file of some kind."""
 
     name: str
     data: BinaryIO

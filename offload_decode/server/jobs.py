@@ -256,7 +256,7 @@ class Jobs:
             return job
 
     def _check_free(self, work: Work) -> None:
-        """StoreExists unless a store may have this name; a job for it that failed makes way."""
+        """Raise StoreExists unless a store may have this name; a job for it that failed makes way."""
         for job in [job for job in self._jobs.values() if job.work.path == work.path]:
             if not job.over:
                 raise StoreExists(f"'{work.name}' is being made already, by {job.id}")
@@ -267,7 +267,6 @@ class Jobs:
             raise StoreExists(f"'{work.name}' exists already: choose another name, append or delete it first")
 
     def _save(self, job: Job, state: State, **more: Any) -> Job:
-        """Change the state of a job, here and on disk."""
         ended = time.time() if state in ("done", "failed", "cancelled") else None
         job = replace(job, **{"state": state, "ended": ended, **more})
         self._jobs[job.id] = job
@@ -372,7 +371,6 @@ class Jobs:
 
 
 def _check(work: Work, documents: Sequence[Upload]) -> None:
-    """Raises `WrongField` or `ConfigError` for what no prefill could be made of."""
     Settings(work.method, work.options, kv=work.kv)
     check_dtype(work.dtype)
     check_weights(work.weights)

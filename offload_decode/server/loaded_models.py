@@ -212,7 +212,7 @@ class LoadedModels:
         return self._models[key]
 
     def _ready(self) -> dict[ModelKey, LoadedModel]:
-        """With the lock held: the models that are in memory."""
+        """With the lock held."""
         done = ((key, model) for key, model in self._models.items() if model.done())
         return {key: model.result() for key, model in done if model.exception() is None}
 
@@ -286,7 +286,12 @@ class Releases:
     def released(self, name: str) -> Iterator[None]:
         """A time in which nothing uses the store of a name; one at a time for each."""
         patient_until = time.monotonic() + PATIENCE_S
-        while not self._hold(name, even_if_used=time.monotonic() >= patient_until):
+        while True:
+            if time.monotonic() >= patient_until or not self._used(name):
+                with self._lock:
+                    if name not in self._held:
+                        self._held.add(name)
+                        break
             time.sleep(_POLL_S)
         try:
             while self._used(name):
@@ -296,15 +301,6 @@ class Releases:
         finally:
             with self._lock:
                 self._held.discard(name)
-
-    def _hold(self, name: str, even_if_used: bool) -> bool:
-        if not even_if_used and self._used(name):
-            return False
-        with self._lock:
-            if name in self._held:
-                return False
-            self._held.add(name)
-            return True
 
     def _used(self, name: str) -> bool:
         with self._lock:

@@ -9,12 +9,12 @@ may be another.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import re
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import dropwhile, islice
 from typing import Any, TypeVar
 
 from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
@@ -35,7 +35,6 @@ _HEAD = 64  # characters by which a store is recognised, before all of it is com
 _HEAD_TOKENS = 256
 _MOST = 4_096  # stores whose texts are known
 _ENDS = re.compile(r"""\Z|\s|[<"'`)\]}]""")  # else the text goes on as another would
-
 
 R = TypeVar("R")
 
@@ -77,7 +76,8 @@ class Matcher:
         length, start, text, store = max(found, key=lambda each: each[0])
         around = (text[:start].strip(), text[start + length :].strip())
         question = {"role": "user", "content": SEPARATOR.join(filter(None, around))}
-        return store, [question, *messages[_opening(messages) :]]
+        opening = ("system", "developer", "user")
+        return store, [question, *dropwhile(lambda one: one["role"] in opening, messages)]
 
     def _places(self, loaded: LoadedModel, store: Entry, text: str) -> Iterator[tuple[int, int]]:
         """Where the text of a store lies in one, if it is there whole."""
@@ -103,19 +103,11 @@ class Matcher:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A text, and as it was when it was stored: line ends as `prefill` reads them, and letters as tokenizers
-    put them together.
-    """
+    """A text as it may have been stored: with `prefill`'s line ends, and with composed letters."""
     yield text
     lines = text.replace("\r\n", "\n").replace("\r", "\n")
     yield lines
     yield unicodedata.normalize("NFC", lines)
-
-
-def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages come before the assistant's first."""
-    own = ("system", "developer", "user")
-    return next((place for place, one in enumerate(messages) if one["role"] not in own), len(messages))
 
 
 def _read(store: Entry, what: Callable[[KVStore], R], otherwise: R) -> R:
@@ -163,7 +155,7 @@ def _first(loaded: LoadedModel, store: KVStore, end: int) -> str:
     pattern = re.compile(("" if last else r"\A") + r"\s*".join(["", *letters, ""]))
     text = _decoded(loaded, store.tokens[:end].tolist())
     times = len(pattern.findall(ahead))
-    found = list(itertools.islice(pattern.finditer(text), times))
+    found = list(islice(pattern.finditer(text), times))
     return text[found[-1].end() :].strip() if len(found) == times else ""
 
 

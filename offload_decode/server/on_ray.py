@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -37,7 +37,7 @@ from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.on_ray.workers import connected, installed, shares
 from offload_decode.server import metrics
-from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
+from offload_decode.server.catalog import SUFFIX, Catalog, Entry
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.errors import refused
 from offload_decode.server.http.front import STORES, Lost, run
@@ -81,21 +81,12 @@ def plan_for(
 
 
 def _far(url: str, cache: Path) -> Entry:
-    """A store that is still in its bucket: its manifest alone is read."""
     bucket = Bucket(url)
     header = header_of(bucket.read(f"{bucket.name}/{ROOT}") or b"")
     if header is None:
         raise StoreNotFound(f"there is no store at {url}: push one there first")
-    manifest = Manifest.from_json(header)
     name = PurePosixPath(bucket.name).name.removesuffix(SUFFIX)
-    return Entry(
-        name=readable(name),
-        path=cache / f"{name}{SUFFIX}",
-        model_id=manifest.model_id,
-        dtype=manifest.dtype,
-        weights=manifest.weights,
-        tokens=manifest.n_tokens,
-    )
+    return Entry.of(Manifest.from_json(header), cache / f"{name}{SUFFIX}")
 
 
 class BucketCatalog(Catalog):
@@ -109,15 +100,11 @@ class BucketCatalog(Catalog):
         super().__init__([*plan.places, *sorted(caches)], plan.settings.config.model)
 
     def entries(self) -> tuple[Entry, ...]:
-        here = super().entries()
-        return (
-            *here,
-            *(entry for name, entry in self._far.items() if name not in {one.name for one in here}),
-        )
+        here = {entry.name: entry for entry in super().entries()}
+        return tuple((here | {name: far for name, far in self._far.items() if name not in here}).values())
 
     def entry(self, name: str) -> Entry:
-        found = next((one for one in self.entries() if one.name == name), None)
-        return found or super().entry(name)
+        return {entry.name: entry for entry in self.entries()}.get(name) or super().entry(name)
 
 
 class Replica:
@@ -131,15 +118,22 @@ class Replica:
         self.service = Service(BucketCatalog(plan), settings)
         self.service.preload()
         self.app = create_app(self.service)
+
+        async def hold(name: str) -> OpenStore:
+            if name in self.far:
+                await asyncio.to_thread(self._fetch, *self.far[name])
+            return OpenStore(self.service, name)
+
         # Ray is told of what this has given, and sends requests for it here.
-        self.hold = _serve().multiplexed(max_num_models_per_replica=settings.max_open)(self._holder())
+        self.hold = _serve().multiplexed(max_num_models_per_replica=settings.max_open)(hold)
 
     async def ask(self, scope: Mapping[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
         """Answer a request; see `front.Replicas`."""
         name = _serve().get_multiplexed_model_id()
+        stores = {entry.name for entry in self.service.catalog.entries() if entry.path}
         app: ASGIApp = self.app
         try:
-            if name == STORES or self._is_store(name):
+            if name in {STORES, *stores}:
                 await self.hold(name)
         except OffloadDecodeError as error:
             app = refused(error).response()
@@ -151,21 +145,8 @@ class Replica:
         """What it counts."""
         return await asyncio.to_thread(self.service.metrics.text)
 
-    def _is_store(self, name: str) -> bool:
-        return any(entry.name == name and entry.path for entry in self.service.catalog.entries())
-
-    def _holder(self) -> Callable[[str], Awaitable[OpenStore]]:
-        async def hold(name: str) -> OpenStore:
-            if name in self.far:
-                await asyncio.to_thread(self._fetch, *self.far[name])
-            return OpenStore(self.service, name)
-
-        return hold
-
     def _fetch(self, url: str, entry: Entry) -> None:
-        """Pull a store, unless it is here; another replica of this machine may be at it. Then load its
-        model.
-        """
+        """Pull a store, unless it is here; another replica may be at it. Then load its model."""
         assert entry.path is not None, "a store has a path"
         while not entry.path.exists():
             try:

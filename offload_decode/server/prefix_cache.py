@@ -84,9 +84,7 @@ class PrefixCache:
         return forked
 
     def keep(self, key: PrefixKey, conversation: Conversation) -> None:
-        """Take ownership of a conversation, in place of those that it continues. One that is larger than the
-        bound is dropped.
-        """
+        """Take ownership of a conversation, in place of those that it continues, if there is room for it."""
         tokens = np.array(conversation.tokens, np.int64)
         conversation.cache.trim()
         entry = _Entry(key, tokens, conversation.cache.nbytes + tokens.nbytes)

@@ -113,9 +113,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Delta:
-    """More of answer `index`: `text` may be empty, or go with several tokens. `calls` come whole; their own
-    text is not in `text`.
-    """
+    """More of answer `index`: `text` may be empty; `calls` come whole, without their own text."""
 
     index: int
     text: str

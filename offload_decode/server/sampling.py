@@ -117,7 +117,6 @@ def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
 
 
 def _stream(seed: int | None, index: int) -> int:
-    """The seed of one of the answers to a request."""
     if seed is None:
         return secrets.randbits(64)
     if index == 0:

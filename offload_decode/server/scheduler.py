@@ -93,11 +93,6 @@ class Scheduler:
 
         return Ticket(request.id, cancel)
 
-    def count(self) -> tuple[int, int]:
-        """Requests that run and that wait."""
-        with self._changed:
-            return len(self._running), len(self._waiting)
-
     def uses(self, name: str) -> bool:
         """Whether a name is being answered from, or an answer of it is being put away."""
         with self._changed:
@@ -258,9 +253,9 @@ class Scheduler:
             if running.watch is not None:
                 store, loaded = running.target.start.store, running.target.loaded
                 found = cite(running.watch, store, loaded.known_tokenizer)
-            for conversation in running.conversations():
-                conversation.prefix.watches = ()
-                self.prefix_cache.keep(running.target.key, conversation)
+            for one in reversed(running.sequences):  # so that the first answer's is the last used
+                one.conversation.prefix.watches = ()
+                self.prefix_cache.keep(running.target.key, one.conversation)
             running.emit(Done(running.usage, running.stats, found))
         except Exception as error:
             LOG.exception("the end of a request failed")

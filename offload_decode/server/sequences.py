@@ -51,14 +51,12 @@ class Text:
         self._shown = shown or {}
         self._begun = False
         # Written and not shown: what may be the beginning of a stop string, and white space before it.
-        self._open = ""
-        self._blank = ""
+        self._open = self._blank = ""
 
     def push(self, token: int) -> str:
         """The text that can be shown with one more token; it may be empty."""
-        if token in self._shown:
-            return self._until_stop(self._pieces.rest() + self._shown[token])
-        return self._until_stop(self._pieces.push(token))
+        shown = self._shown.get(token)
+        return self._until_stop(self._pieces.push(token) if shown is None else self._pieces.rest() + shown)
 
     def rest(self) -> str:
         """The rest, when no more tokens come."""
@@ -123,12 +121,13 @@ class RunningRequest:
         self.deadline = self.submitted + (request.deadline_s or math.inf)
         self.stats = StepStats()
         self.watch: Watch | None = None  # what its answers attend to, where that is asked for
+        self._cites = request.cite and target.stored
         self._emit = emit
         self.followed = followed
         self._rest = request.tokens
         self._cached = 0
         self._conversation: Conversation | None = None
-        self._sequences: list[RunningSequence] = []
+        self.sequences: list[RunningSequence] = []
         self._scores: list[Scored] = []
         self._last: Tensor | None = None  # logits after the last token of the prompt that has run
 
@@ -151,13 +150,13 @@ class RunningRequest:
     @property
     def done(self) -> bool:
         """All answers are whole."""
-        return not self._rest and all(one.finish is not None for one in self._sequences)
+        return not self._rest and all(one.finish is not None for one in self.sequences)
 
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
         stored = self.target.start.prefix.length
-        written = sum(one.tokens for one in self._sequences)
+        written = sum(one.tokens for one in self.sequences)
         return Usage(stored + len(self.request.tokens), stored + self._cached, written)
 
     @cached_property
@@ -172,9 +171,7 @@ class RunningRequest:
         return held
 
     def begin(self, cached: Conversation | None) -> None:
-        """Continue a cached conversation of the first tokens of the prompt, or begin behind the stored
-        prefix.
-        """
+        """Continue a cached conversation of the prompt's first tokens, or begin behind the stored prefix."""
         self.followed.started()
         self._conversation = conversation = cached or self.target.start.fork()
         self._cached = len(conversation.tokens)
@@ -190,13 +187,9 @@ class RunningRequest:
             return [ScheduledTurn(self, turn, partial(self._asked, share))]
         return [
             ScheduledTurn(self, Turn(one.conversation, (one.token,)), partial(self._take, one))
-            for one in self._sequences
+            for one in self.sequences
             if one.finish is None
         ]
-
-    def conversations(self) -> list[Conversation]:
-        """Those of the answers, the first one's last."""
-        return [one.conversation for one in reversed(self._sequences)]
 
     def emit(self, event: Event) -> None:
         """Send an event to the client, unless it has gone."""
@@ -207,11 +200,7 @@ class RunningRequest:
     def forget(self) -> None:
         """Free its memory."""
         self._conversation = self._last = None
-        self._sequences, self.watch = [], None
-
-    @property
-    def _cites(self) -> bool:
-        return self.request.cite and self.target.stored
+        self.sequences, self.watch = [], None
 
     @property
     def _most(self) -> int:
@@ -252,7 +241,7 @@ class RunningRequest:
             )
             text = Text(loaded.known_tokenizer, request.generation.stop, request.raw, request.shown)
             one = RunningSequence(index, conversation, picker, text, most)
-            self._sequences.append(one)
+            self.sequences.append(one)
             self._take(one, logits)
 
     def _take(self, one: RunningSequence, logits: Tensor) -> None:

@@ -32,7 +32,7 @@ from offload_decode.server.requests import (
 )
 from offload_decode.server.sampling import check_generation
 from offload_decode.server.scheduler import Scheduler, Ticket
-from offload_decode.server.tool_calls import CallFilter, choice_of
+from offload_decode.server.tool_calls import calls_apart, choice_of
 
 LETTERS = 16
 """Characters of a prompt for each of the tokens that it may have, which are 4 or so as a rule: tokenizers
@@ -42,9 +42,7 @@ take hundreds of bytes of memory for each, before anybody can count the tokens.
 
 @dataclass(frozen=True)
 class ChatRequest(AskOptions):
-    """A conversation whose next message is asked for: `messages`, `tools` and `tool_choice` as OpenAI's API
-    has them.
-    """
+    """A conversation whose next message is asked for, in the fields of OpenAI's API."""
 
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -99,7 +97,7 @@ class Service:
             emit = _recorded(emit, keep)
             shown: Mapping[int, str] = {}
             if choice is not None:
-                emit, shown = CallFilter(emit, choice.form, choice.names), choice.shown
+                emit, shown = calls_apart(emit, choice.form, choice.names), choice.shown
                 if choice.grammar is not None:
                     asked = replace(asked, generation=replace(asked.generation, grammar=choice.grammar))
             return self.scheduler.submit(self._request(asked, target, tokens, shown=shown), target, emit)
@@ -156,7 +154,6 @@ class Service:
         self.catalog.close()
 
     def _tell_metrics(self) -> None:
-        """What can be looked up at any time."""
         most = max(self.settings.tail_bytes, 1)
         self.metrics.read(
             "kv_cache_usage_perc",

@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 import string
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,13 +70,14 @@ class CallParser:
                 break
             found = self._read(body.removeprefix(self._form.begin))
             shown += "" if found else body + end
-            calls += found
+            calls, self.called = calls + found, self.called or bool(found)
             self._pending, self._inside, self._fresh = rest, False, False
         return shown, tuple(calls)
 
     def rest(self) -> tuple[str, tuple[ToolCall, ...]]:
         """The rest, when no more text comes."""
         found = self._read(self._pending.strip().removeprefix(self._form.begin)) if self._inside else []
+        self.called = self.called or bool(found)
         shown, self._pending = "" if found else self._pending, ""
         return shown, tuple(found)
 
@@ -126,29 +128,23 @@ class CallParser:
         return ToolCall(id, value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
-class CallFilter:
+def calls_apart(emit: Emit, form: Form, names: frozenset[str]) -> Emit:
     """An `emit` that passes events on, with calls in place of the text that they are written in."""
+    parsers: dict[int, CallParser] = defaultdict(lambda: CallParser(form, names))
 
-    def __init__(self, emit: Emit, form: Form, names: frozenset[str]):
-        self._emit = emit
-        self._form = form
-        self._names = names
-        self._answers: dict[int, CallParser] = {}
-
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, Delta | Ended):
-            self._emit(event)
-            return
-        parser = self._answers.setdefault(event.index, CallParser(self._form, self._names))
-        text, calls = parser.rest() if isinstance(event, Ended) else parser.push(event.text)
-        parser.called |= bool(calls)
+    def pass_on(event: Event) -> None:
         if isinstance(event, Delta):
-            self._emit(Delta(event.index, text, event.tokens, calls))
-            return
-        if text or calls:
-            self._emit(Delta(event.index, text, (), calls))
-        called = parser.called and event.finish == "stop"
-        self._emit(Ended(event.index, "tool_calls") if called else event)
+            text, calls = parsers[event.index].push(event.text)
+            event = Delta(event.index, text, event.tokens, calls)
+        elif isinstance(event, Ended):
+            text, calls = parsers[event.index].rest()
+            if text or calls:
+                emit(Delta(event.index, text, (), calls))
+            if parsers[event.index].called and event.finish == "stop":
+                event = Ended(event.index, "tool_calls")
+        emit(event)
+
+    return pass_on
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ def form_of(tokenizer: Any) -> Form:
 
 
 def _chosen(functions: list[dict[str, Any]], choice: str | Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The functions one of which must be called; none where none must."""
+    """The functions one of which must be called."""
     if choice is None or choice in ("none", "auto"):
         return []
     if not functions:
@@ -244,9 +240,7 @@ def _lark(
     several: bool,
     schema: Mapping[str, Any] | None,
 ) -> str:
-    """A Lark grammar of calls as the form has them, or of JSON of `schema`; `tokens` are how it spells
-    special tokens.
-    """
+    """A Lark grammar of calls, or of JSON of `schema`; `tokens` spell special tokens."""
 
     def text(written: str) -> str:
         return tokens.get(written) or json.dumps(written, ensure_ascii=False)

@@ -20,8 +20,8 @@ from offload_decode.server.tool_calls import (
     LLAMA,
     MISTRAL,
     MISTRAL_NAMED,
-    CallFilter,
     CallParser,
+    calls_apart,
     choice_of,
     form_of,
 )
@@ -167,7 +167,7 @@ def test_ids_are_of_nine_letters_and_digits_each_another():
 
 def test_events_have_calls_in_place_of_their_text():
     told = []
-    calling = CallFilter(told.append, HERMES, NAMES)
+    calling = calls_apart(told.append, HERMES, NAMES)
     usage = Prompted(Usage(3, 2))
     calling(usage)
     for index, text in ((0, "So. <tool_c"), (1, "No call."), (0, WRITTEN["hermes"][len("<tool_c") :])):
