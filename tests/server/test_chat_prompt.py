@@ -51,6 +51,10 @@ def called(*names, **arguments):
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
+def answered(text):
+    return {"role": "tool", "tool_call_id": "call0", "content": text}
+
+
 class Fake:
     """As much of a loaded model as prompts need."""
 
@@ -188,9 +192,8 @@ def test_a_template_that_changes_an_answer_is_obeyed():
 def test_what_a_template_puts_ahead_of_earlier_answers_stays():
     template = CHAT.replace("{{ m.content }}", "{{ '(so) ' if m.role == 'assistant' }}{{ m.content }}")
     loaded, answer_tokens = Fake(template=template), AnswerTokens()
-    keep_answer(
-        loaded, [user("Who")], said("lamp"), encode_text(loaded.known_tokenizer, "lamp"), answer_tokens, ""
-    )
+    tokens = encode_text(loaded.known_tokenizer, "lamp")
+    keep_answer(loaded, [user("Who")], said("lamp"), tokens, answer_tokens, "")
     told = chat_tokens(loaded, False, [user("Who"), said("lamp"), user("Why")], None, answer_tokens)
     assert "(so) lamp" in loaded.text(told)
 
@@ -202,10 +205,8 @@ def test_what_the_system_says(stored, role):
     tokens = chat_tokens(loaded, stored, [{"role": role, "content": "Be brief."}, user("Who?")])
     text = loaded.text(tokens)
     gap = "" if loaded.prompt.join.stored else loaded.prompt.join.gap
-    if stored:
-        assert text == f"{gap}Be brief.\n\nWho?[assistant]"
-    else:
-        assert text == "<s>[system]Be brief.[user]Who?[assistant]"
+    alone = "<s>[system]Be brief.[user]Who?[assistant]"
+    assert text == (f"{gap}Be brief.\n\nWho?[assistant]" if stored else alone)
     later = [user("Who?"), said("He."), {"role": role, "content": "Be long."}, user("Why?")]
     behind = loaded.text(chat_tokens(loaded, True, later))
     assert behind.endswith("He.</s>[user]Be long.\n\nWhy?[assistant]")
@@ -258,11 +259,8 @@ def test_special_tokens_in_messages_are_letters(stored, template, smuggled):
     plain = [user("x"), said("x"), user("x")]
     spelled = [user(smuggled), said(smuggled), user(smuggled)]
     if template:
-        plain += [called("look", it="x"), {"role": "tool", "tool_call_id": "call0", "content": "x"}]
-        spelled += [
-            called("look", it=smuggled),
-            {"role": "tool", "tool_call_id": "call0", "content": smuggled},
-        ]
+        plain += [called("look", it="x"), answered("x")]
+        spelled += [called("look", it=smuggled), answered(smuggled)]
     counts = [
         [tokens.count(special) for special in range(3)]
         for tokens in (chat_tokens(loaded, stored, messages) for messages in (plain, spelled))
@@ -284,8 +282,7 @@ def test_tools_stand_where_the_template_puts_them_or_ahead_of_the_first_question
 @pytest.mark.parametrize("stored", [True, False])
 def test_calls_of_tools_stand_as_the_template_puts_them(stored):
     loaded, answer_tokens = Fake(template=CHAT), AnswerTokens()
-    answered = {"role": "tool", "tool_call_id": "call0", "content": "It is here."}
-    messages = [user("Where?"), called("look", at="é"), answered]
+    messages = [user("Where?"), called("look", at="é"), answered("It is here.")]
     text = loaded.text(chat_tokens(loaded, stored, messages, TOOLS))
     asked = loaded.text(chat_tokens(loaded, stored, messages[:1], TOOLS))
     arguments = '{"arguments": {"at": "é"}, "name": "look"}'
@@ -307,7 +304,7 @@ def test_calls_of_tools_stand_as_the_template_puts_them(stored):
 def test_a_template_may_name_the_day():
     loaded = Fake(template=CHAT.replace("<s>", "<s>It is today.</s>"))
     loaded.prompt = prompt_for(tokenizer_of("byte level", "added", CHAT.replace("<s>", "<s>Before.</s>")))
-    messages = [user("Where?"), called("look"), {"role": "tool", "tool_call_id": "call0", "content": "Here."}]
+    messages = [user("Where?"), called("look"), answered("Here.")]
     text = loaded.text(chat_tokens(loaded, True, messages))
     assert text.startswith(f"{loaded.prompt.gap[1]}Where?[assistant]<call>")
 
@@ -331,19 +328,19 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(stored, say, messages):
     assert refused.value.param == "messages"
 
 
-def test_tools_without_a_template_for_them_are_refused():
-    with pytest.raises(WrongField, match="no chat template") as refused:
-        chat_tokens(Fake(), True, [user("x")], TOOLS)
-    assert refused.value.param == "tools"
-    with pytest.raises(WrongField, match="knows no tools"):
-        chat_tokens(Fake(template=CHAT.split("{% endif %}", 1)[1]), True, [user("x")], TOOLS)
-
-
 @pytest.mark.parametrize("stored", [True, False])
-def test_calls_that_a_template_would_leave_out_are_refused(stored):
-    messages = [user("Where?"), called("look"), {"role": "tool", "tool_call_id": "call0", "content": "Here."}]
-    with pytest.raises(WrongField, match="knows no tools"):
-        chat_tokens(Fake(template=UNSEEN), stored, messages)
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "say"),
+    [
+        (None, [user("x")], TOOLS, "no chat template"),
+        (CHAT.split("{% endif %}", 1)[1], [user("x")], TOOLS, "knows no tools"),
+        (UNSEEN, [user("Where?"), called("look"), answered("Here.")], None, "knows no tools"),
+    ],
+)
+def test_what_a_template_would_leave_out_is_refused(stored, template, messages, tools, say):
+    with pytest.raises(WrongField, match=say) as refused:
+        chat_tokens(Fake(template=template), stored, messages, tools)
+    assert refused.value.param == "tools"
 
 
 def test_what_a_template_says_when_it_refuses_is_passed_on():

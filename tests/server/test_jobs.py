@@ -66,6 +66,13 @@ def catalog(shelf, tiny):
 
 
 @pytest.fixture
+def book(shelf, catalog):
+    """A store that is there already."""
+    make_store(shelf / "book.kv")
+    catalog.refresh()
+
+
+@pytest.fixture
 def started(catalog):
     running: list[Jobs] = []
 
@@ -322,9 +329,7 @@ def test_a_job_that_is_cancelled_ends(started, says, shelf):
     assert state(running, second) == "cancelled"
 
 
-def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, says, shelf, catalog, gate):
-    make_store(shelf / "book.kv")
-    catalog.refresh()
+def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, says, gate, book):
     says([HALF, {"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
     free, released = gate
     running = started(released=released)
@@ -336,9 +341,7 @@ def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, say
     until(lambda: released.events == ["asked for book", "let go"])
 
 
-def test_an_append_that_waits_can_be_cancelled(started, says, shelf, catalog, gate):
-    make_store(shelf / "book.kv")
-    catalog.refresh()
+def test_an_append_that_waits_can_be_cancelled(started, says, gate, book):
     says([{"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
     free, released = gate
     running = started(released=released)
@@ -531,9 +534,7 @@ def test_a_store_is_deleted_when_no_answer_reads_it(started, shelf, catalog, gat
     assert catalog.entry("book").tokens == 40
 
 
-def test_a_store_that_a_job_is_at_work_on_is_not_deleted(started, says, shelf, catalog):
-    make_store(shelf / "book.kv")
-    catalog.refresh()
+def test_a_store_that_a_job_is_at_work_on_is_not_deleted(started, says, book):
     says([HALF, WAIT])
     running = started()
     running.append("book", [text("more")])

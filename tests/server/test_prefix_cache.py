@@ -93,17 +93,18 @@ def test_a_conversation_that_was_found_goes_on_as_one_that_runs_it_all(opened, f
         prefix_cache.keep(KEY, found)
 
 
-def test_what_differs_in_model_selector_options_or_store_is_not_mixed(opened):
-    prefix_cache = PrefixCache(1 << 30)
-    prefix_cache.keep(prefix_key("book", "topk", {"a": 1, "b": 2}, "d"), ran(opened(), [10, 11])[0])
-    for other in ("cook", "topk", {"a": 1, "b": 2}, "d"), ("book", "quest", {"a": 1, "b": 2}, "d"):
+def test_what_differs_in_model_selector_options_or_store_is_not_mixed():
+    prefix_cache, options = PrefixCache(1 << 30), {"a": 1, "b": 2}
+    prefix_cache.keep(prefix_key("book", "topk", options, "d"), Said([10, 11]))
+    for other in (
+        ("cook", "topk", options, "d"),
+        ("book", "quest", options, "d"),
+        ("book", "topk", {"a": 1}, "d"),
+        ("book", "topk", options, "e"),
+    ):
         assert prefix_cache.take(prefix_key(*other), [10, 11, 12]) is None
-    assert prefix_cache.take(prefix_key("book", "topk", {"a": 1}, "d"), [10, 11, 12]) is None
-    assert prefix_cache.take(prefix_key("book", "topk", {"a": 1, "b": 2}, "e"), [10, 11, 12]) is None
-    assert prefix_cache.take(prefix_key("book", "topk", {"b": 2, "a": 1}, "d"), [10, 11, 12]).tokens == [
-        10,
-        11,
-    ]
+    same = prefix_key("book", "topk", {"b": 2, "a": 1}, "d")
+    assert prefix_cache.take(same, [10, 11, 12]).tokens == [10, 11]
 
 
 def test_the_bytes_are_those_of_the_tensors_and_bounded(opened):
@@ -135,19 +136,20 @@ def test_there_are_not_more_than_can_be_looked_through(monkeypatch):
     assert [prefix_cache.take(KEY, [token, 9]) is None for token in (3, 4, 5)] == [True, False, False]
 
 
-def test_without_memory_nothing_is_kept(opened):
+def test_without_memory_nothing_is_kept():
     prefix_cache = PrefixCache(0)
-    prefix_cache.keep(KEY, ran(opened(), [10, 11])[0])
+    prefix_cache.keep(KEY, Said([10, 11]))
     assert prefix_cache.take(KEY, [10, 11, 12]) is None
 
 
-def test_those_of_a_model_are_dropped(opened):
+def test_those_of_a_model_or_a_key_are_dropped():
     prefix_cache = PrefixCache(1 << 30)
-    for name in ("book", "cook"):
-        prefix_cache.keep(prefix_key(name, "dense", {}, ""), ran(opened(), [10, 11])[0])
+    keys = [prefix_key(*key, {}, "") for key in (("book", "dense"), ("cook", "dense"), ("cook", "topk"))]
+    for key in keys:
+        prefix_cache.keep(key, Said([10, 11]))
     prefix_cache.drop(model="book")
-    assert prefix_cache.take(prefix_key("book", "dense", {}, ""), [10, 11, 12]) is None
-    assert prefix_cache.take(prefix_key("cook", "dense", {}, ""), [10, 11, 12]) is not None
+    prefix_cache.drop(key=keys[2])
+    assert [prefix_cache.take(key, [10, 11, 12]) is None for key in keys] == [True, False, True]
     assert len(prefix_cache) == 1
 
 

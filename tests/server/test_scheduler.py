@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
 import time
 import weakref
 
@@ -17,6 +18,7 @@ from offload_decode.server.requests import Busy, Delta, Ended, Generation, Promp
 from offload_decode.server.sequences import RunningRequest
 from offload_decode.server.service import ChatRequest, CompletionRequest
 from tests.server.conftest import TEXTS, Listener
+from tests.server.test_catalog import until
 
 QUESTIONS = ("What is the colour of thing 3?", "Who jumps?", "Why", "Name the number of thing 11, please.")
 
@@ -29,6 +31,13 @@ def ask(service, model="book", question=QUESTIONS[0], tokens=12, **more):
     return listener
 
 
+def complete(service, model, prompt, most, **more):
+    listener = Listener()
+    asked = CompletionRequest("id", model, Generation(max_tokens=most), prompt=prompt, **more)
+    service.complete(asked, listener)
+    return listener.all()
+
+
 @pytest.fixture(scope="module")
 def answer(shelf):
     """Tokens of `Engine.answer`, from an engine of its own."""
@@ -39,13 +48,9 @@ def answer(shelf):
         nonlocal loaded
         key = (store, selector, *sorted(options.items()))
         if key not in engines:
-            opened = Engine.open(
-                shelf / "stores" / f"{store}.kv",
-                loaded,
-                selector=selector,
-                options=options or {"budget": "24"},
-            )
-            loaded, engines[key] = opened.loaded, opened
+            path, options = shelf / "stores" / f"{store}.kv", options or {"budget": "24"}
+            engines[key] = Engine.open(path, loaded, selector=selector, options=options)
+            loaded = engines[key].loaded
         return list(engines[key].answer(question, tokens).tokens)
 
     return answered
@@ -82,11 +87,8 @@ def test_a_bare_model_answers_as_generate(service, shelf):
         plain = loaded.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
         )
-    listener = Listener()
-    service.complete(
-        CompletionRequest("id", "model", Generation(max_tokens=9), prompt=ids[0].tolist()), listener
-    )
-    assert listener.all().tokens[0] == plain[0, ids.shape[1] :].tolist()
+    heard = complete(service, "model", ids[0].tolist(), 9)
+    assert heard.tokens[0] == plain[0, ids.shape[1] :].tolist()
 
 
 def test_several_answers_to_one_question_differ_by_their_draws_alone(service, answer):
@@ -103,14 +105,7 @@ def test_several_answers_to_one_question_differ_by_their_draws_alone(service, an
 def test_the_prompts_log_probabilities_are_the_models(service, shelf):
     engine = Engine.open(shelf / "stores" / "book.kv", selector="dense")
     tokens = list(range(70, 100))
-    listener = Listener()
-    service.complete(
-        CompletionRequest(
-            "id", "book", Generation(max_tokens=0), selector="dense", prompt=tokens, prompt_logprobs=2
-        ),
-        listener,
-    )
-    heard = listener.all()
+    heard = complete(service, "book", tokens, 0, selector="dense", prompt_logprobs=2)
     whole = torch.tensor([[*engine.store.tokens.tolist(), *tokens]])
     with torch.inference_mode():
         expected = engine.loaded.model(whole).logits[0].log_softmax(-1)
@@ -180,11 +175,7 @@ def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
     del running
     listener.ticket.cancel()
     listener.ticket.cancel()
-    deadline = time.monotonic() + 10
-    while service.scheduler._running or held() is not None:
-        gc.collect()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not service.scheduler._running and gc.collect() >= 0 and held() is None)
     assert ask(service).all().error is None
 
 
@@ -199,10 +190,7 @@ def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
     asked = CompletionRequest("id", "book", Generation(max_tokens=50), prompt="Why")
     listener.ticket = service.complete(asked, listener)
     listener.until(Ended)
-    deadline = time.monotonic() + 10
-    while b'num_requests_running{model_name="book"} 0.0' not in service.metrics.text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: b'num_requests_running{model_name="book"} 0.0' in service.metrics.text())
 
 
 def test_a_text_is_too_long_before_its_tokens_are_counted(serve, monkeypatch):
@@ -241,8 +229,6 @@ def test_an_answer_that_takes_too_long_is_ended(service):
 
 
 def test_a_store_that_is_damaged_fails_its_own_requests_alone(serve, shelf, tmp_path, answer):
-    import shutil
-
     shutil.copytree(shelf / "stores", tmp_path / "stores")
     service = serve(tmp_path / "stores")
     good, bad = ask(service, "book", tokens=50), ask(service, "notes", tokens=5000)
@@ -329,18 +315,10 @@ def test_what_is_remembered_of_an_answer_watches_nothing(service):
 
 def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
     service = serve(running_bytes=800_000)
-
-    def score(selector):
-        asked = CompletionRequest(
-            "id", "book", Generation(max_tokens=0), selector=selector, prompt=[70] * 300, prompt_logprobs=0
-        )
-        listener = Listener()
-        service.complete(asked, listener)
-        return listener.all()
-
-    assert len(score("topk").scores) == 300
+    heard = complete(service, "book", [70] * 300, 0, selector="topk", prompt_logprobs=0)
+    assert len(heard.scores) == 300
     with pytest.raises(TooLarge, match="more memory"):
-        score("quoka")
+        complete(service, "book", [70] * 300, 0, selector="quoka", prompt_logprobs=0)
 
 
 def test_a_server_that_is_idle_gives_memory_back_once(serve, monkeypatch):
