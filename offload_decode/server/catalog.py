@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -268,7 +268,9 @@ class Catalog:
         taken = set(names.values())
         for key, entry in found.items():
             if key not in names:
-                names[key] = next(each for each in _candidates(entry.name, key) if each not in taken)
+                digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+                others = (f"{entry.name}-{digest[:length]}" for length in range(6, len(digest)))
+                names[key] = next(name for name in (entry.name, *others) if name not in taken)
                 taken.add(names[key])
                 if names[key] != entry.name:
                     LOG.warning("%s is called '%s', because '%s' is another", key, names[key], entry.name)
@@ -280,12 +282,6 @@ def readable(name: str) -> str:
     """A name for answers and logs: unprintable letters are replaced, and a long name is cut."""
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in name[:_LONGEST])
     return text if len(name) <= _LONGEST else f"{text}…"
-
-
-def _candidates(name: str, key: str) -> Iterable[str]:
-    yield name
-    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-    yield from (f"{name}-{digest[:length]}" for length in range(6, len(digest)))
 
 
 def _last(model: str) -> str:

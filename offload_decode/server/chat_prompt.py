@@ -28,9 +28,9 @@ from offload_decode.models.prompt import (
     rendered,
     special_tokens,
 )
-from offload_decode.server.messages import Call, Message, call_object, read_messages, without_system
+from offload_decode.server.messages import Message, arguments_of, call_object, read_messages, without_system
 from offload_decode.server.prefix_cache import AnswerTokens
-from offload_decode.server.requests import WrongField
+from offload_decode.server.requests import ToolCall, WrongField
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -49,7 +49,7 @@ _BREAK = "\ufdd0"
 # Messages that a template is probed with. Some templates want call ids of nine letters.
 _QUESTION, _ANSWER = Message("user", "Who wrote it?"), Message("assistant", "\x02answer\x03")
 _SYSTEM = Message("system", "Answer.")
-_CALL = Call("look_there", {}, "000000000")
+_CALL = ToolCall("000000000", "look_there", "{}")
 _CALLED = (_QUESTION, Message("assistant", "", (_CALL,)), Message("tool", "It is.", answers=_CALL.id))
 
 
@@ -328,7 +328,7 @@ class Template:
         content = [{"type": "text", "text": message.text}] if self._in_parts else message.text
         written: dict[str, Any] = {"role": message.role, "content": content}
         if message.calls:
-            written["tool_calls"] = [call_object(call) for call in message.calls]
+            written["tool_calls"] = [call_object(call, arguments_of(call)) for call in message.calls]
         if message.role == "tool":
             written |= {"tool_call_id": message.answers, "name": names.get(message.answers, "")}
         return written

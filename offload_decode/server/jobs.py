@@ -351,23 +351,17 @@ class Jobs:
                 self._progress[job.id] = so_far
                 if so_far.stage == EXCHANGE:
                     held.enter_context(self._released(job.work.name))
-                    self._allow(job, process)
+                    with self._changed:  # the longer store takes its place, unless it is too late
+                        self._exchanging = not self._closed and self._jobs[job.id].state != "cancelled"
+                    if self._exchanging and process.stdin is not None:
+                        with suppress(BrokenPipeError):
+                            process.stdin.write("go\n")
+                            process.stdin.flush()
             process.wait()
             self._catalog.refresh()
         with self._changed:
             self._process = None
         return message, process.returncode
-
-    def _allow(self, job: Job, process: subprocess.Popen[str]) -> None:
-        """Let the longer store take its place, unless it is too late for that."""
-        with self._changed:
-            if self._closed or self._jobs[job.id].state == "cancelled":
-                return
-            self._exchanging = True
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.write("go\n")
-            process.stdin.flush()
 
 
 def _check(work: Work, documents: Sequence[Upload]) -> None:

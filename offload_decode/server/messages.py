@@ -14,15 +14,6 @@ SEPARATOR = "\n\n"  # between consecutive messages of one role
 
 
 @dataclass(frozen=True)
-class Call:
-    """A tool call. arguments: an object where they are the JSON of one, else the client's text."""
-
-    name: str
-    arguments: Mapping[str, Any] | str
-    id: str = ""
-
-
-@dataclass(frozen=True)
 class Message:
     """A message of one of the roles `system`, `user`, `assistant` and `tool`.
 
@@ -31,7 +22,7 @@ class Message:
 
     role: str
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     answers: str = ""
 
 
@@ -65,9 +56,19 @@ def without_system(messages: Iterable[Message]) -> list[Message]:
     return joined(replace(one, role="user") if one.role == "system" else one for one in messages)
 
 
-def call_object(call: Call | ToolCall) -> dict[str, Any]:
-    """A tool call as OpenAI's messages have it."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def call_object(call: ToolCall, arguments: Any = None) -> dict[str, Any]:
+    """A tool call as OpenAI's messages have it, or with other `arguments`."""
+    function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def arguments_of(call: ToolCall) -> Mapping[str, Any] | str:
+    """An object where they are the JSON of one, else the client's text."""
+    try:
+        arguments = parse(call.arguments)
+    except ValueError:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else call.arguments
 
 
 def answer_object(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -84,13 +85,6 @@ def _read(where: str, message: Mapping[str, Any]) -> Message:
         raise WrongField(f"{where} has no content: give a text, or a list of text parts", "messages")
     text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
     role = "system" if message["role"] == "developer" else message["role"]
-    return Message(role, text, tuple(map(_call, calls)), message.get("tool_call_id") or "")
-
-
-def _call(call: Mapping[str, Any]) -> Call:
-    name, text = call["function"]["name"], call["function"]["arguments"]
-    try:
-        arguments = parse(text)
-    except ValueError:
-        arguments = None
-    return Call(name, arguments if isinstance(arguments, dict) else text, call.get("id", ""))
+    functions = [(call.get("id", ""), call["function"]) for call in calls]
+    read = tuple(ToolCall(id, function["name"], function["arguments"]) for id, function in functions)
+    return Message(role, text, read, message.get("tool_call_id") or "")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from offload_decode.server.messages import Message, without_system
+from offload_decode.server.messages import Message, arguments_of, without_system
 
 if TYPE_CHECKING:
     from offload_decode.engine.conversation import Conversation
@@ -188,7 +188,7 @@ def _digests(scope: str, messages: Sequence[Message]) -> Iterator[tuple[Message,
     """
     digest = hashlib.sha256(scope.encode()).digest()
     for message in without_system(messages):
-        calls = [(call.name, call.arguments) for call in message.calls]
+        calls = [(call.name, arguments_of(call)) for call in message.calls]
         content = json.dumps([message.role, message.text.strip(), calls], sort_keys=True)
         digest = hashlib.sha256(digest + content.encode()).digest()
         yield message, digest
