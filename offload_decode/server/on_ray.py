@@ -136,7 +136,7 @@ class Replica:
             if name in {STORES, *stores}:
                 await self.hold(name)
         except OffloadDecodeError as error:
-            app = refused(error).response()
+            app = refused(error)
         async with aclosing(run(app, scope, body)) as answered:
             async for messages in answered:
                 yield messages

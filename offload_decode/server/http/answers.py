@@ -1,26 +1,35 @@
-"""What the routes that answer share: the fields of a request, bounded before anything else sees them; how
-requests are begun and their events collected; and log-probabilities, usage and cost as OpenAI's API has them.
+"""What the routes that answer share: the fields of a request, bounded before anything else sees them, and
+replies with their usage and cost as OpenAI's API has them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args
 from uuid import uuid4
 
 from anyio.to_thread import run_sync
-from fastapi import Request, Response
+from fastapi import Request
 from openai.types import CompletionUsage
-from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
-from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from offload_decode.server.http.streaming import QUIET_S, Events, Start, while_connected
-from offload_decode.server.requests import AnsweredRequest, Done, Event, Generation, Scored, Settings
+from offload_decode.server.http.errors import Refusal
+from offload_decode.server.http.streaming import DONE
+from offload_decode.server.requests import (
+    AnsweredRequest,
+    Done,
+    Event,
+    Generation,
+    Scored,
+    Settings,
+    WrittenAnswer,
+)
 from offload_decode.server.service import Service
 from offload_decode.types import CitedDocument, StepStats
 
@@ -37,7 +46,7 @@ _MOST_NAMES = 256
 _unknown_fields = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
 """Those that were logged, and those of OpenAI's API that need no line in the log."""
 
-C = TypeVar("C")
+M = TypeVar("M", bound=BaseModel)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Short = Annotated[str, StringConstraints(max_length=1024)]
 OptionName = Annotated[str, StringConstraints(max_length=64)]
@@ -107,11 +116,6 @@ class AnswerBody(AskBody):
         """How many are wanted."""
         return self.n or 1
 
-    @property
-    def streams_usage(self) -> bool:
-        """A stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     def asked(
         self, settings: Settings, id: str, most: int | None, top: int | None, grammar: Any
     ) -> dict[str, Any]:
@@ -141,16 +145,6 @@ class AnswerBody(AskBody):
             "cite": self.citations,
         }
 
-    def chunk(self, kind: Callable[..., C], id: str) -> Callable[..., C]:
-        """Makes the chunks of a stream, which have these fields in common."""
-        fields: dict[str, Any] = {"id": id, "created": now(), "model": self.model}
-        return partial(kind, **fields, **({"usage": None} if self.streams_usage else {}))
-
-    def last_fields(self, done: Sequence[Done]) -> dict[str, Any]:
-        """The fields of a stream's last chunk, none where the client asked for none."""
-        fields = cost(done[0]) if self.citations else {}
-        return fields | ({"usage": usage_of(done)} if self.streams_usage else {})
-
 
 class Cost(BaseModel):
     """What was asked for by `citations`: what an answer attended to, and what it cost."""
@@ -169,126 +163,90 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid4().hex}"
 
 
-def now() -> int:
-    """Seconds since 1970."""
-    return int(time.time())
+def make(kind: type[M], field: str, **fields: Any) -> M:
+    """A model of openai's whose `field` has one value alone, with this value."""
+    (value,) = get_args(kind.model_fields[field].annotation)
+    return kind(**{field: value}, **fields)
 
 
-def json_of(answer: BaseModel) -> Response:
-    """A whole answer: fields that were never set are left out."""
-    return Response(answer.model_dump_json(exclude_unset=True, by_alias=True), media_type="application/json")
-
-
-async def started(request: Request, starts: Sequence[Start]) -> Events:
-    """Begin requests whose answers are streamed. Raises what makes one fail at once, so that the status can
-    say so.
-    """
-    events = Events()
-
-    async def begin() -> None:
-        await events.begin(starts)
-        await events.first(QUIET_S)
-
-    await while_connected(request, events, begin)
-    return events
-
-
-async def read(request: Request, starts: Sequence[Start], take: Callable[[int, Event], object]) -> None:
-    """Begin requests, and hand over the events of each, by its number, until they are done."""
-    events = Events()
-
-    async def follow() -> None:
-        await events.begin(starts)
-        async for event in events.each():
-            if event is not None:
-                take(*event)
-
-    await while_connected(request, events, follow)
-
-
-async def whole(request: Request, starts: Sequence[Start]) -> list[AnsweredRequest]:
-    """Begin requests, and wait for all of their answers."""
-    answered = [AnsweredRequest() for _ in starts]
-    await read(request, starts, lambda part, event: answered[part].add(event))
-    return answered
-
-
-def usage_of(done: Iterable[Done | None]) -> CompletionUsage:
-    """Of all requests together, as OpenAI's API has it."""
-    each = [one.usage for one in done if one is not None]
-    prompt, completion = sum(one.prompt for one in each), sum(one.completion for one in each)
-    return CompletionUsage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(one.cached for one in each)),
-    )
-
-
-def cost(done: Done | None) -> dict[str, Any]:
+def cost(done: Done) -> dict[str, Any]:
     """The fields of `Cost`."""
-    assert done is not None, "the last event"
     return {"stats": done.stats, "citations": list(done.citations or ())}
 
 
-Pieces = Callable[[Sequence[int]], Awaitable[Sequence[str]]]
-"""Ids of tokens to the text of each."""
-
-
-def pieces_of(request: Request, model: str) -> Pieces:
-    """The texts of a model's tokens, one by one."""
-    service = service_of(request)
-    return lambda tokens: run_sync(service.pieces, model, tokens)
-
-
-async def chat_logprobs(tokens: Sequence[Scored], pieces: Pieces) -> list[ChatCompletionTokenLogprob]:
-    """Each token with its bytes, and the likeliest ones in its place."""
-    texts = await _texts(tokens, pieces)
-
-    def of(token: int, logprob: float | None) -> TopLogprob:
-        return TopLogprob(token=texts[token], bytes=list(texts[token].encode()), logprob=_finite(logprob))
-
-    return [
-        ChatCompletionTokenLogprob(
-            **of(one.token, one.logprob).model_dump(), top_logprobs=[of(*each) for each in one.top]
-        )
-        for one in tokens
-    ]
-
-
-async def completion_logprobs(tokens: Sequence[Scored], pieces: Pieces, offset: int = 0) -> Logprobs:
-    """Parallel lists. The first token of all has no log-probability, and is None in both lists of them.
-    `offset`: where in the text the first of these tokens begins.
-
-    The token itself is among the likeliest in its place, whether it is one of them or not.
-    """
-    texts = await _texts(tokens, pieces)
-    offsets = []
-    for one in tokens:
-        offsets.append(offset)
-        offset += len(texts[one.token])
-    known = [None if one.logprob is None else _finite(one.logprob) for one in tokens]
-    return Logprobs.model_construct(
-        text_offset=offsets,
-        tokens=[texts[one.token] for one in tokens],
-        token_logprobs=cast(list[float], known),
-        top_logprobs=cast(list[dict[str, float]], [_top(one, texts) for one in tokens]),
-    )
-
-
-def _top(one: Scored, texts: dict[int, str]) -> dict[str, float] | None:
-    if one.logprob is None:
-        return None
-    likeliest: dict[str, float] = {}
-    for token, logprob in (*one.top, (one.token, one.logprob)):
-        likeliest.setdefault(texts[token], _finite(logprob))  # of tokens that look alike, the likeliest
-    return likeliest
-
-
-async def _texts(tokens: Sequence[Scored], pieces: Pieces) -> dict[int, str]:
-    ids = list(dict.fromkeys(id for one in tokens for id in (one.token, *(token for token, _ in one.top))))
-    return dict(zip(ids, await pieces(ids), strict=True))
-
-
-def _finite(logprob: float | None) -> float:
+def finite(logprob: float | None) -> float:
+    """As JSON has it."""
     return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+class AnswerReply(ABC):
+    """A `streaming.Reply` of choices: as an `answer`, and in chunks of the kind `part`."""
+
+    answer: type[BaseModel]
+    part: type[BaseModel]
+    end = DONE
+
+    def __init__(self, service: Service, body: AnswerBody, id: str, requests: int = 1):
+        self._pieces = partial(service.pieces, body.model)
+        self._fields = {"id": id, "created": int(time.time()), "model": body.model}
+        self._cite, self._requests = body.citations, requests
+        self._usage = body.stream_options is not None and body.stream_options.include_usage
+        self._done: list[Done] = []
+        self.answered: defaultdict[int, AnsweredRequest] = defaultdict(AnsweredRequest)
+
+    @abstractmethod
+    def choices(self, part: int, event: Event) -> AsyncIterator[BaseModel]:
+        """Of the chunks that follow from an event, the only choice of each."""
+
+    @abstractmethod
+    async def choice(self, part: int, index: int, one: WrittenAnswer) -> BaseModel:
+        """Answer `index` of a request as a choice."""
+
+    def begin(self) -> Iterable[BaseModel]:
+        return ()
+
+    def failed(self, refusal: Refusal) -> BaseModel:
+        return refusal.error
+
+    def collect(self, part: int, event: Event) -> None:
+        self.answered[part].add(event)
+        if isinstance(event, Done):
+            self._done.append(event)
+
+    async def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]:
+        shared = self._fields | ({"usage": None} if self._usage else {})
+        async for choice in self.choices(part, event):
+            yield make(self.part, "object", **shared, choices=[choice])
+        if isinstance(event, Done):
+            self._done.append(event)
+            if len(self._done) == self._requests and (self._cite or self._usage):
+                last = {"usage": self._total()} if self._usage else {}
+                yield make(self.part, "object", **shared | last | self._cost(), choices=[])
+
+    async def whole(self) -> BaseModel:
+        choices = [
+            await self.choice(part, index, one)
+            for part, request in sorted(self.answered.items())
+            for index, one in sorted(request.answers.items())
+        ]
+        fields = self._fields | self._cost()
+        return make(self.answer, "object", **fields, choices=choices, usage=self._total())
+
+    async def texts(self, tokens: Sequence[Scored]) -> dict[int, str]:
+        """By their ids, the texts of tokens and of the likeliest ones in their places."""
+        ids = list({id: None for one in tokens for id in (one.token, *(token for token, _ in one.top))})
+        return dict(zip(ids, await run_sync(self._pieces, ids), strict=True))
+
+    def _cost(self) -> dict[str, Any]:
+        return cost(self._done[0]) if self._cite else {}
+
+    def _total(self) -> CompletionUsage:
+        """Of all requests together."""
+        each = [one.usage for one in self._done]
+        prompt, completion = sum(one.prompt for one in each), sum(one.completion for one in each)
+        return CompletionUsage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(one.cached for one in each)),
+        )

@@ -19,7 +19,7 @@ from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.server.http import chat, completions, errors, models, page, responses, stores
+from offload_decode.server.http import chat, completions, errors, page, responses, stores
 from offload_decode.server.http.errors import add_handlers
 from offload_decode.server.http.security import Access, Guard
 from offload_decode.server.service import Service
@@ -44,7 +44,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         dependencies=[Security(HTTPBearer(auto_error=False))] if access.keys else [],
     )
     app.state.service = service
-    for room in (chat, completions, responses, models, stores, errors, page):
+    for room in (chat, completions, responses, stores, errors, page):
         app.include_router(room.router())
     add_handlers(app)
     limits = service.settings

@@ -18,31 +18,34 @@ from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as Part
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as PartLogprobs
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from pydantic import Field, StringConstraints
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
     MOST_TOP,
     AnswerBody,
+    AnswerReply,
     Body,
     Cost,
-    Pieces,
-    chat_logprobs,
-    cost,
-    json_of,
+    finite,
     new_id,
-    now,
-    pieces_of,
     service_of,
-    started,
-    usage_of,
-    whole,
 )
-from offload_decode.server.http.errors import STREAMED, known_names
-from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
+from offload_decode.server.http.errors import STREAMED
+from offload_decode.server.http.streaming import respond
 from offload_decode.server.messages import call_object
-from offload_decode.server.requests import AnsweredRequest, Delta, Done, Ended, Prompted, Settings, WrongField
-from offload_decode.server.service import ChatRequest
+from offload_decode.server.requests import (
+    Delta,
+    Ended,
+    Event,
+    Prompted,
+    Scored,
+    Settings,
+    WrittenAnswer,
+    WrongField,
+)
+from offload_decode.server.service import ChatRequest, Service
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
@@ -82,16 +85,10 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
-class PlainText(Body):
-    """No format at all."""
+class SimpleFormat(Body):
+    """No format at all, or some JSON object."""
 
-    type: Literal["text"]
-
-
-class AnyObject(Body):
-    """Some JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class Schema(Body):
@@ -101,14 +98,11 @@ class Schema(Body):
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OfSchema(Body):
+class SchemaFormat(Body):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
     json_schema: Schema
-
-
-Format = Annotated[PlainText | AnyObject | OfSchema, Field(discriminator="type")]
 
 
 class Function(Body):
@@ -147,7 +141,7 @@ class ChatBody(AnswerBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
-    response_format: Format | None = None
+    response_format: Annotated[SimpleFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
@@ -167,15 +161,10 @@ def router() -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=ChatAnswer, responses=STREAMED)
     async def chat(request: Request, body: ChatBody) -> Response:
         """Answer a conversation: whole, or as a stream of chunks."""
-        asked = chat_request(service_of(request).settings, body)
-        starts = [partial(service_of(request).chat, asked)]
-        pieces = pieces_of(request, body.model)
-        if body.stream:
-            events = await started(request, starts)
-            chunks = _chunks(body, asked.id, events, pieces)
-            return Stream(events, chunks, known_names(service_of(request)))
-        (answered,) = await whole(request, starts)
-        return json_of(await _answer(body, asked.id, answered, pieces))
+        service = service_of(request)
+        asked = chat_request(service.settings, body)
+        reply = ChatReply(service, body, asked.id)
+        return await respond(request, [partial(service.chat, asked)], reply, body.stream)
 
     return routes
 
@@ -200,64 +189,62 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_unset=True) for message in messages]
 
 
-def _grammar(form: Format | None) -> dict[str, Any] | None:
-    match form:
-        case OfSchema(json_schema=named):
-            return {"json_schema": named.json_schema}
-        case AnyObject():
-            return {"json_object": True}
-    return None
+def _grammar(form: SimpleFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    if isinstance(form, SchemaFormat):
+        return {"json_schema": form.json_schema.json_schema}
+    return {"json_object": True} if form is not None and form.type == "json_object" else None
 
 
-async def _answer(body: ChatBody, id: str, answered: AnsweredRequest, pieces: Pieces) -> ChatAnswer:
-    choices = []
-    for index, one in sorted(answered.answers.items()):
-        known = ChoiceLogprobs(content=await chat_logprobs(one.tokens, pieces)) if body.logprobs else None
+class ChatReply(AnswerReply):
+    """As a message, which the model writes."""
+
+    answer, part = ChatAnswer, ChatChunk
+
+    def __init__(self, service: Service, body: ChatBody, id: str):
+        super().__init__(service, body, id)
+        self._answers, self._logprobs = body.answers, bool(body.logprobs)
+        self._n_calls: Counter[int] = Counter()  # of each answer so far
+
+    async def choice(self, part: int, index: int, one: WrittenAnswer) -> Choice:
+        known = ChoiceLogprobs(content=await self._scores(one.tokens)) if self._logprobs else None
         message = ChatCompletionMessage(role="assistant", content=one.text, refusal=None)
         if one.calls:
             message.content = one.text or None
             message.tool_calls = [
                 ChatCompletionMessageFunctionToolCall.model_validate(call_object(call)) for call in one.calls
             ]
-        choices.append(Choice(index=index, message=message, finish_reason=one.finish, logprobs=known))
-    return ChatAnswer(
-        id=id,
-        object="chat.completion",
-        created=now(),
-        model=body.model,
-        choices=choices,
-        usage=usage_of([answered.done]),
-        **cost(answered.done) if body.citations else {},
-    )
+        return Choice(index=index, message=message, finish_reason=one.finish, logprobs=known)
 
-
-async def _chunks(body: ChatBody, id: str, events: Events, pieces: Pieces) -> AsyncIterator[bytes | None]:
-    chunk = body.chunk(partial(ChatChunk, object="chat.completion.chunk"), id)
-
-    def part(index: int, delta: ChoiceDelta, finish: Any = None, **logprobs: Any) -> bytes:
-        return sse(chunk(choices=[Part(index=index, delta=delta, finish_reason=finish, **logprobs)]))
-
-    n_calls: Counter[int] = Counter()  # of each answer so far
-    async for event in events.each(QUIET_S):
-        match event and event.event:
-            case None:
-                yield None
+    async def choices(self, part: int, event: Event) -> AsyncIterator[Part]:
+        match event:
             case Prompted():
-                for index in range(body.answers):
-                    yield part(index, ChoiceDelta(role="assistant", content=""))
-            case Delta(index, text, tokens, calls) if text or calls or (body.logprobs and tokens):
-                known = PartLogprobs(content=await chat_logprobs(tokens, pieces)) if body.logprobs else None
+                for index in range(self._answers):
+                    delta = ChoiceDelta(role="assistant", content="")
+                    yield Part(index=index, delta=delta, finish_reason=None)
+            case Delta(index, text, tokens, calls) if text or calls or (self._logprobs and tokens):
+                known = PartLogprobs(content=await self._scores(tokens)) if self._logprobs else None
                 delta = ChoiceDelta(content=text)
                 if calls:
                     delta.tool_calls = [
                         ChoiceDeltaToolCall.model_validate({"index": number, **call_object(call)})
-                        for number, call in enumerate(calls, n_calls[index])
+                        for number, call in enumerate(calls, self._n_calls[index])
                     ]
-                    n_calls[index] += len(calls)
-                yield part(index, delta, logprobs=known)
+                    self._n_calls[index] += len(calls)
+                yield Part(index=index, delta=delta, finish_reason=None, logprobs=known)
             case Ended(index, finish):
-                yield part(index, ChoiceDelta(), finish)
-            case Done() as done:
-                if last := body.last_fields([done]):
-                    yield sse(chunk(choices=[], **last))
-    yield DONE
+                yield Part(index=index, delta=ChoiceDelta(), finish_reason=finish)
+
+    async def _scores(self, tokens: Sequence[Scored]) -> list[ChatCompletionTokenLogprob]:
+        """Each token with its bytes, and the likeliest ones in its place."""
+        texts = await self.texts(tokens)
+
+        def of(token: int, logprob: float | None) -> dict[str, Any]:
+            text = texts[token]
+            return {"token": text, "bytes": list(text.encode()), "logprob": finite(logprob)}
+
+        return [
+            ChatCompletionTokenLogprob(
+                **of(one.token, one.logprob), top_logprobs=[TopLogprob(**of(*each)) for each in one.top]
+            )
+            for one in tokens
+        ]

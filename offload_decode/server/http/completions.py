@@ -4,9 +4,11 @@ in vLLM's shapes, so that clients that count tokens need no tokenizer of their o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from itertools import accumulate
+from typing import Annotated, Any, cast
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
@@ -18,34 +20,27 @@ from offload_decode.server.catalog import Entry
 from offload_decode.server.http.answers import (
     MOST_TOP,
     AnswerBody,
+    AnswerReply,
     Body,
     Cost,
     Ids,
     Name,
-    Pieces,
-    completion_logprobs,
-    cost,
-    json_of,
+    finite,
     new_id,
-    now,
-    pieces_of,
     service_of,
-    started,
-    usage_of,
-    whole,
 )
 from offload_decode.server.http.chat import Messages, plain
-from offload_decode.server.http.errors import RESPONSES, STREAMED, known_names
-from offload_decode.server.http.streaming import DONE, QUIET_S, Events, Stream, sse
+from offload_decode.server.http.errors import RESPONSES, STREAMED
+from offload_decode.server.http.streaming import respond
 from offload_decode.server.requests import (
-    AnsweredRequest,
     Delta,
-    Done,
     Ended,
+    Event,
     NoSuchName,
     Prompted,
     Scored,
     Settings,
+    WrittenAnswer,
     WrongField,
 )
 from offload_decode.server.service import CompletionRequest, Service
@@ -134,17 +129,10 @@ def router() -> APIRouter:
     @routes.post("/v1/completions", tags=["answers"], response_model=CompletionAnswer, responses=STREAMED)
     async def complete(request: Request, body: CompletionBody) -> Response:
         """Continue texts: the whole answer, or a stream of chunks."""
-        id = new_id("cmpl")
-        asked = _asked(service_of(request).settings, body, id)
-        starts = [partial(service_of(request).complete, one) for one in asked]
-        pieces = pieces_of(request, body.model)
-        echoed = await run_sync(_echoed, request, body) if body.echo else []
-        if body.stream:
-            events = await started(request, starts)
-            chunks = _chunks(body, id, events, pieces, echoed)
-            return Stream(events, chunks, known_names(service_of(request)))
-        answered = await whole(request, starts)
-        return json_of(await _answer(body, id, answered, pieces, echoed))
+        id, service = new_id("cmpl"), service_of(request)
+        starts = [partial(service.complete, one) for one in _asked(service.settings, body, id)]
+        echoed = await run_sync(_echoed, service, body) if body.echo else None
+        return await respond(request, starts, CompletionReply(service, body, id, echoed), body.stream)
 
     @routes.post("/tokenize", **tokens)
     def tokenize(request: Request, body: TokenizeBody) -> Tokenized:
@@ -205,78 +193,78 @@ def _asked(settings: Settings, body: CompletionBody, id: str) -> list[Completion
     ]
 
 
-def _echoed(request: Request, body: CompletionBody) -> list[str]:
+def _echoed(service: Service, body: CompletionBody) -> list[str]:
     """The prompts as texts."""
-    detokenize = partial(service_of(request).detokenize, body.model)
+    detokenize = partial(service.detokenize, body.model)
     return [prompt if isinstance(prompt, str) else detokenize(prompt) for prompt in body.prompts]
 
 
-async def _answer(
-    body: CompletionBody, id: str, answered: Sequence[AnsweredRequest], pieces: Pieces, echoed: Sequence[str]
-) -> CompletionAnswer:
-    choices = []
-    for part, one_request in enumerate(answered):
-        before, scores = (echoed[part], one_request.scores or ()) if body.echo else ("", ())
-        for index, one in sorted(one_request.answers.items()):
-            tokens = (*scores, *one.tokens)
-            known = None if body.logprobs is None else await completion_logprobs(tokens, pieces)
-            choices.append(
-                CompletionChoice(
-                    index=part * body.answers + index,
-                    text=before + one.text,
-                    finish_reason="length" if one.finish == "length" else "stop",
-                    logprobs=known,
-                )
-            )
-    return CompletionAnswer(
-        id=id,
-        object="text_completion",
-        created=now(),
-        model=body.model,
-        choices=choices,
-        usage=usage_of(one.done for one in answered),
-        **cost(answered[0].done) if body.citations else {},
-    )
+class CompletionReply(AnswerReply):
+    """As texts. `echoed`: the prompts, where they are a part of the answer."""
 
+    answer = part = CompletionAnswer
 
-async def _chunks(
-    body: CompletionBody, id: str, events: Events, pieces: Pieces, echoed: Sequence[str]
-) -> AsyncIterator[bytes | None]:
-    chunk = body.chunk(partial(CompletionAnswer, object="text_completion"), id)
-    offsets: dict[int, int] = {}  # characters of each choice so far
-    done: list[Done] = []
+    def __init__(self, service: Service, body: CompletionBody, id: str, echoed: Sequence[str] | None):
+        super().__init__(service, body, id, len(body.prompts))
+        self._answers, self._logprobs, self._echoed = body.answers, body.logprobs is not None, echoed
+        self._offsets: Counter[int] = Counter()  # characters of each choice so far
 
-    def part(index: int, text: str, finish: str | None = None, known: Logprobs | None = None) -> bytes:
-        # Built without a check: of a choice that goes on, the reason is null, which openai's type leaves out.
-        choice = CompletionChoice.model_construct(
-            index=index, text=text, finish_reason=finish, logprobs=known
+    async def choice(self, part: int, index: int, one: WrittenAnswer) -> CompletionChoice:
+        scores, text = one.tokens, one.text
+        if self._echoed is not None:
+            scores, text = [*(self.answered[part].scores or ()), *scores], self._echoed[part] + text
+        return CompletionChoice(
+            index=part * self._answers + index,
+            text=text,
+            finish_reason="length" if one.finish == "length" else "stop",
+            logprobs=await self._scores(scores) if self._logprobs else None,
         )
-        return sse(chunk(choices=[choice]))
 
-    async def more(index: int, text: str, tokens: Sequence[Scored]) -> bytes:
-        offset = offsets.get(index, 0)
-        known = None if body.logprobs is None else await completion_logprobs(tokens, pieces, offset)
-        offsets[index] = offset + (len(text) if known is None else sum(map(len, known.tokens or [])))
-        return part(index, text, None, known)
-
-    async for event in events.each(QUIET_S):
-        if event is None:
-            yield None
-            continue
-        first = event.part * body.answers
-        match event.event:
-            case Prompted(_, scores) if body.echo:
-                for index in range(body.answers):
-                    yield await more(first + index, echoed[event.part], scores or ())
-            case Delta(index, text, tokens) if text or (body.logprobs is not None and tokens):
-                yield await more(first + index, text, tokens)
+    async def choices(self, part: int, event: Event) -> AsyncIterator[CompletionChoice]:
+        first = part * self._answers
+        match event:
+            case Prompted(_, scores) if self._echoed is not None:
+                for index in range(self._answers):
+                    yield await self._more(first + index, self._echoed[part], scores or ())
+            case Delta(index, text, tokens) if text or (self._logprobs and tokens):
+                yield await self._more(first + index, text, tokens)
             case Ended(index, finish):
-                yield part(first + index, "", finish)
-            case Done() as one:
-                done.append(one)
-    if last := body.last_fields(done):
-        yield sse(chunk(choices=[], **last))
-    yield DONE
+                yield _choice(first + index, "", finish)
+
+    async def _more(self, index: int, text: str, tokens: Sequence[Scored]) -> CompletionChoice:
+        known = await self._scores(tokens, self._offsets[index]) if self._logprobs else None
+        self._offsets[index] += len("".join(known.tokens or ()) if known else text)
+        return _choice(index, text, None, known)
+
+    async def _scores(self, tokens: Sequence[Scored], offset: int = 0) -> Logprobs:
+        """Parallel lists, whose first token begins at `offset` in the text. The first token of all has no
+        log-probability, and is None in both lists of them.
+        """
+        texts = await self.texts(tokens)
+        own = [texts[one.token] for one in tokens]
+        return Logprobs.model_construct(
+            text_offset=list(accumulate(map(len, own[:-1]), initial=offset)) if own else [],
+            tokens=own,
+            token_logprobs=cast(
+                list[float], [None if one.logprob is None else finite(one.logprob) for one in tokens]
+            ),
+            top_logprobs=cast(list[dict[str, float]], [_top(one, texts) for one in tokens]),
+        )
+
+
+def _choice(index: int, text: str, finish: str | None, known: Logprobs | None = None) -> CompletionChoice:
+    """Built without a check: of one that goes on, the reason is null, which openai's type leaves out."""
+    return CompletionChoice.model_construct(index=index, text=text, finish_reason=finish, logprobs=known)
+
+
+def _top(one: Scored, texts: dict[int, str]) -> dict[str, float] | None:
+    """The likeliest tokens, and the token itself, whether it is one of them or not."""
+    if one.logprob is None:
+        return None
+    likeliest: dict[str, float] = {}
+    for token, logprob in (*one.top, (one.token, one.logprob)):
+        likeliest.setdefault(texts[token], finite(logprob))  # of tokens that look alike, the likeliest
+    return likeliest
 
 
 def _entry(service: Service, name: str | None) -> Entry:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -68,81 +68,60 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
 }
 """For the OpenAPI document."""
-
-
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **RESPONSES}
 """Of routes whose answers may be streamed."""
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
+_WRONG = (ConfigError, UnknownIndex, NotCompiled, CorpusError)
+_KINDS: Mapping[type, tuple[int, str | None]] = {
+    **dict.fromkeys(_WRONG, (400, None)),
+    ReadOnly: (403, "read_only"),
+    NoSuchName: (404, "model_not_found"),
+    StoreNotFound: (404, "model_not_found"),
+    StoreExists: (409, "exists"),
+    TooLarge: (413, "too_large"),
+    Busy: (429, "busy"),
+    OffloadDecodeError: (500, None),
+    Loading: (503, "loading"),
+    StoreIncomplete: (503, "incomplete"),
+    StoreBusy: (503, "busy"),
+    DoesNotFit: (503, "does_not_fit"),
+    BucketError: (503, None),
+    TimedOut: (504, "timeout"),
+}
+"""The status and code of an error, by the nearest of its classes."""
 
 
-class Refusal(NamedTuple):
+class Refusal(JSONResponse):
     """The response to an error."""
 
-    status: int
-    body: ErrorBody
-    headers: Mapping[str, str] = {}
-
-    def response(self) -> JSONResponse:
-        """The whole response."""
-        return JSONResponse(self.body.model_dump(), self.status, self.headers)
-
-
-_KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
-    (Loading, 503, "server_error", "loading"),
-    (Busy, 429, "rate_limit_error", "busy"),
-    (NoSuchName, 404, "invalid_request_error", "model_not_found"),
-    (ReadOnly, 403, "invalid_request_error", "read_only"),
-    (TooLarge, 413, "invalid_request_error", "too_large"),
-    (TimedOut, 504, "timeout_error", "timeout"),
-    (ConfigError, 400, "invalid_request_error", None),
-    (UnknownIndex, 400, "invalid_request_error", None),
-    (NotCompiled, 400, "invalid_request_error", None),
-    (CorpusError, 400, "invalid_request_error", None),
-    (StoreExists, 409, "invalid_request_error", "exists"),
-    (StoreNotFound, 404, "invalid_request_error", "model_not_found"),
-    (StoreIncomplete, 503, "server_error", "incomplete"),
-    (StoreBusy, 503, "server_error", "busy"),
-    (DoesNotFit, 503, "server_error", "does_not_fit"),
-    (BucketError, 503, "server_error", None),
-    (OffloadDecodeError, 500, "server_error", None),
-)
-"""Of the first class that an error is: its status, type and code."""
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, **headers: str
+    ):
+        type = _TYPES.get(status, "invalid_request_error")
+        self.error = ErrorBody(error=Problem(message=message, type=type, param=param, code=code))
+        super().__init__(self.error.model_dump(), status, headers)
 
 
 def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal:
     """The response to an error. `names` are those of the stores, by their paths."""
-    for kind, status, type_, code in _KINDS:
-        if isinstance(error, kind):
-            if status >= 500 and not isinstance(error, Busy | TimedOut):
-                LOG.error("%s: %s", type(error).__name__, error)
-            param = error.param if isinstance(error, WrongField) else None
-            headers = {}
-            if isinstance(error, Busy):
-                headers = {"Retry-After": str(max(1, error.retry_s))}
-            elif isinstance(error, TimedOut | DoesNotFit):  # another try would only take the same time again
-                headers = {"X-Should-Retry": "false"}
-            return refusal(status, without_paths(str(error), names or {}), code, type_, param, **headers)
+    known = next((_KINDS[kind] for kind in type(error).__mro__ if kind in _KINDS), None)
+    if known is not None:
+        status, code = known
+        headers = {}
+        if isinstance(error, Busy):
+            headers = {"Retry-After": str(max(1, error.retry_s))}
+        elif isinstance(error, TimedOut | DoesNotFit):  # another try would only take the same time again
+            headers = {"X-Should-Retry": "false"}
+        if status >= 500 and not isinstance(error, Busy | TimedOut):
+            LOG.error("%s: %s", type(error).__name__, error)
+        param = error.param if isinstance(error, WrongField) else None
+        return Refusal(status, without_paths(str(error), names or {}), code, param, **headers)
     if is_out_of_memory(error):
         LOG.error("%s", OUT_OF_MEMORY, exc_info=error)
-        message = "the server is out of memory: ask for less, or try again later"
-        return refusal(503, message, "out_of_memory", "server_error")
+        return Refusal(503, "the server is out of memory: ask for less, or try again later", "out_of_memory")
     LOG.error("unexpected %s", type(error).__name__, exc_info=error)
     under = f", under {number}" if (number := log_fields().get("request_id")) else ""
-    message = f"something went wrong in the server; its log says what{under}"
-    return refusal(500, message, None, "server_error")
-
-
-def refusal(
-    status: int,
-    message: str,
-    code: str | None = None,
-    type: str = "invalid_request_error",
-    param: str | None = None,
-    **headers: str,
-) -> Refusal:
-    """An error that is no exception's."""
-    return Refusal(
-        status, ErrorBody(error=Problem(message=message, type=type, param=param, code=code)), headers
-    )
+    return Refusal(500, f"something went wrong in the server; its log says what{under}")
 
 
 def known_names(service: Service) -> dict[str, str]:
@@ -214,15 +193,11 @@ def router() -> APIRouter:
     @routes.get("/health", responses={503: {"model": Health, "description": "The first model is loading."}})
     def health(request: Request, response: Response) -> Health:
         """Whether requests are answered."""
-        loaded_models = request.app.state.service.loaded_models
-        models = loaded_models.models()
-        loading = loaded_models.loading() and not models
+        known = request.app.state.service.loaded_models
+        models, stores = len(known.models()), len(known.open_stores())
+        loading = known.loading() and not models
         response.status_code = 503 if loading else 200
-        return Health(
-            status="loading" if loading else "ok",
-            models_loaded=len(models),
-            stores_open=len(loaded_models.open_stores()),
-        )
+        return Health(status="loading" if loading else "ok", models_loaded=models, stores_open=stores)
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     def metrics(request: Request) -> Response:
@@ -232,6 +207,7 @@ def router() -> APIRouter:
     return routes
 
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _SENTENCES = {
     400: "the body cannot be read",
     404: "there is nothing at this address",
@@ -259,61 +235,59 @@ class ErrorResponses:
             if begun or scope["type"] != "http":
                 raise
             names = known_names(scope["app"].state.service)
-            await refused(error, names).response()(scope, receive, send)
+            await refused(error, names)(scope, receive, send)
 
 
 def add_handlers(app: FastAPI) -> None:
     """Let every error of the app become a response."""
 
-    async def wrong(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return invalid(error.errors(), error.body).response()
+    def allowed(request: Request) -> str:
+        """A framework's own header names the methods of the first route alone."""
+        scopes = {one: {**request.scope, "method": one} for one in _METHODS}
+        routes = request.app.router.routes
+        return ", ".join(
+            one for one in _METHODS if any(r.matches(scopes[one])[0] is Match.FULL for r in routes)
+        )
 
-    async def status(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(RequestValidationError)
+    async def wrong(request: Request, error: RequestValidationError) -> Response:
+        return invalid(error.errors(), error.body)
+
+    @app.exception_handler(HTTPException)
+    async def status(request: Request, error: HTTPException) -> Response:
+        own = {"Allow": allowed(request)} if error.status_code == 405 else {}
         message = _SENTENCES.get(error.status_code, str(error.detail))
-        headers = dict(error.headers or {})
-        if error.status_code == 405:  # a framework's own header names the methods of the first route alone
-            methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-            scopes = {method: {**request.scope, "method": method} for method in methods}
-            routes = request.app.router.routes
-            allowed = (one for one in methods if any(r.matches(scopes[one])[0] is Match.FULL for r in routes))
-            headers["Allow"] = ", ".join(allowed)
-        return refusal(error.status_code, message, **headers).response()
+        return Refusal(error.status_code, message, **{**(error.headers or {}), **own})
 
-    async def gone(request: Request, error: Exception) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=HUNG_UP)  # nobody reads it
 
-    app.add_exception_handler(RequestValidationError, wrong)
-    app.add_exception_handler(HTTPException, status)
-    app.add_exception_handler(ClientDisconnect, gone)
     app.add_middleware(ErrorResponses)
 
 
 def invalid(errors: Sequence[Any], body: Any) -> Refusal:
     """The response to a body of the wrong shape; it names the innermost field."""
-    if errors[0]["type"] == "json_invalid":
-        return refusal(
-            400, f"the body is not JSON: {errors[0]['ctx']['error']} at position {errors[0]['loc'][1]}"
-        )
-    if isinstance(body, bytes | str | None) and len(errors[0]["loc"]) == 1:
-        return refusal(400, "send a JSON object, with the header Content-Type: application/json")
-    first = max(errors, key=lambda error: len(error["loc"]))
-    name = _field(first["loc"], body)
-    reason = first["msg"].removeprefix("Value error, ")
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return Refusal(400, f"the body is not JSON: {first['ctx']['error']} at position {first['loc'][1]}")
+    if isinstance(body, bytes | str | None) and len(first["loc"]) == 1:
+        return Refusal(400, "send a JSON object, with the header Content-Type: application/json")
+    inner = max(errors, key=lambda error: len(error["loc"]))
+    name = _field(inner["loc"], body)
+    reason = inner["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:]
-    return refusal(400, f"{name}: {reason}" if name else reason, param=name or None)
+    return Refusal(400, f"{name}: {reason}" if name else reason, param=name or None)
 
 
 def _field(place: Sequence[int | str], body: Any) -> str:
     """`messages[0].role`: where in the body, without what pydantic says of unions on the way."""
     name, at = "", body
     for step in place[1:]:
-        missing = step is place[-1] and isinstance(at, Mapping)
         if isinstance(step, int):
             name += f"[{step}]"
             at = at[step] if isinstance(at, list) and step < len(at) else None
-        elif missing or (isinstance(at, Mapping) and step in at):
+        elif isinstance(at, Mapping) and (step in at or step is place[-1]):
             name += f".{step}" if name else step
             at = at.get(step)
     return name

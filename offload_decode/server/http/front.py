@@ -122,7 +122,7 @@ class PendingResponse:
         """End it with an error, where its status has not been sent; else raise it."""
         if self._started:
             raise error
-        await refused(error).response()(dict(wire), _nothing, self._send)
+        await refused(error)(dict(wire), _nothing, self._send)
 
 
 def create_front(replicas: Replicas, access: Access, most: int) -> FastAPI:

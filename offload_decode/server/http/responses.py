@@ -1,30 +1,46 @@
-"""`/v1/responses`: OpenAI's newer form of a chat, translated to `/v1/chat/completions` and back."""
+"""`/v1/responses`: OpenAI's newer form of a chat, translated to `/v1/chat/completions`; and its answer as it
+grows, and its stream of events, in openai's own types.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, StringConstraints
+from openai.types import responses as openai
+from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import BaseModel, Field, StringConstraints
 
-from offload_decode.server.http.answers import MOST_TOKENS, AskBody, Body, json_of, read, service_of, started
+from offload_decode.server.http.answers import (
+    MOST_TOKENS,
+    AskBody,
+    Body,
+    Cost,
+    cost,
+    make,
+    new_id,
+    service_of,
+)
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
-    AnyObject,
     ChatBody,
+    Function,
     NamedFunction,
-    PlainText,
+    Schema,
+    SimpleFormat,
     chat_request,
 )
-from offload_decode.server.http.errors import STREAMED, known_names
-from offload_decode.server.http.response_events import Reply, ReplyObject, streamed
-from offload_decode.server.http.streaming import Stream
+from offload_decode.server.http.errors import STREAMED, Refusal
+from offload_decode.server.http.streaming import respond
+from offload_decode.server.messages import answer_object
 from offload_decode.server.prefix_cache import RecentlyUsed
-from offload_decode.server.requests import WrongField
+from offload_decode.server.requests import Delta, Done, Ended, Event, ToolCall, WrongField
 
 MOST_BYTES = 64 << 20
 """Of the conversations that clients may continue by the id of a response."""
@@ -54,27 +70,22 @@ class Item(Body):
     output: Content | None = None
 
 
-class NamedSchema(Body):
+class NamedSchema(Schema):
     """JSON of a schema, which stands beside its type here."""
 
     type: Literal["json_schema"]
-    name: str = ""
-    json_schema: dict[str, Any] = Field(alias="schema")
 
 
 class TextConfig(Body):
     """What the text of the answer must be."""
 
-    format: Annotated[PlainText | AnyObject | NamedSchema, Field(discriminator="type")] | None = None
+    format: Annotated[SimpleFormat | NamedSchema, Field(discriminator="type")] | None = None
 
 
-class FlatTool(Body):
+class FlatTool(Function):
     """A function that the model may call; its name stands beside its type here."""
 
     type: Literal["function"]
-    name: Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
 class FlatNamedTool(NamedFunction):
@@ -97,32 +108,29 @@ class ResponsesBody(AskBody):
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
 
+class ResponseObject(openai.Response, Cost):
+    """OpenAI's answer, with its citations and cost."""
+
+
 def router() -> APIRouter:
     """The route; the app's `state.service` is asked."""
     routes, conversations = APIRouter(tags=["answers"]), Conversations(MOST_BYTES, len)
 
-    @routes.post("/v1/responses", response_model=ReplyObject, responses=STREAMED)
-    async def respond(request: Request, body: ResponsesBody) -> Response:
+    @routes.post("/v1/responses", response_model=ResponseObject, responses=STREAMED)
+    async def respond_to(request: Request, body: ResponsesBody) -> Response:
         """Answer a conversation: whole, or as a stream of events."""
         messages = [*_before(body, conversations), *_messages(body)]
         if not 0 < len(messages) <= MOST_MESSAGES:
             limits = f"must be 1 to {MOST_MESSAGES:,} messages: here are {len(messages):,}"
             raise WrongField(f"input, with what was said before, {limits}", "input")
-        asked = chat_request(service_of(request).settings, _chat_body(body, messages))
-        reply = Reply(_echoed(body), body.citations)
 
-        def keep() -> None:
+        def keep(id: str, answer: dict[str, Any]) -> None:
             if body.store is not False:
-                conversations.keep(reply.id, json.dumps([*messages, reply.message()]))
+                conversations.keep(id, json.dumps([*messages, answer]))
 
-        starts = [partial(service_of(request).chat, asked)]
-        if body.stream:
-            events = await started(request, starts)
-            names = known_names(service_of(request))
-            return Stream(events, streamed(reply, events, names, keep), names)
-        await read(request, starts, lambda _, event: [*reply.add(event)])
-        keep()
-        return json_of(reply.object)
+        service = service_of(request)
+        asked = chat_request(service.settings, _chat_body(body, messages))
+        return await respond(request, [partial(service.chat, asked)], ResponseReply(body, keep), body.stream)
 
     return routes
 
@@ -169,46 +177,182 @@ def _text(content: str | list[ContentPart] | None) -> str:
 def _chat_body(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
     """The same request, of `/v1/chat/completions`. Instructions are of this turn alone, as OpenAI has it."""
     told = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    given: dict[str, Any] = body.model_dump(
-        include={"model", "temperature", "top_p", "selector", "options", "deadline", "citations"}
-    )
+    shared = {"model", "temperature", "top_p", "selector", "options", "deadline", "citations"}
     form = None if body.text is None else body.text.format
+    given = body.model_dump(include=shared) | {
+        "messages": [*told, *messages],
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": form and form.model_dump(),
+        "tool_choice": body.tool_choice,
+    }
     if isinstance(form, NamedSchema):
-        given["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": form.name, "schema": form.json_schema},
-        }
-    elif form is not None:
-        given["response_format"] = form.model_dump()
+        named = {"name": form.name, "schema": form.json_schema}
+        given["response_format"] = {"type": form.type, "json_schema": named}
+    if isinstance(body.tool_choice, FlatNamedTool):
+        given["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     if body.tools:
         given["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in body.tools
         ]
-    if isinstance(body.tool_choice, FlatNamedTool):
-        given["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-    else:
-        given["tool_choice"] = body.tool_choice
-    return ChatBody.model_validate(
-        {"messages": [*told, *messages], "max_completion_tokens": body.max_output_tokens, **given}
-    )
+    return ChatBody.model_validate(given)
 
 
 def _echoed(body: ResponsesBody) -> dict[str, Any]:
     """What an answer says of its request."""
-    form = None if body.text is None or body.text.format is None else body.text.format
+    names = {"model", "instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"}
+    form = None if body.text is None else body.text.format
+    chosen = body.tool_choice
     return {
-        "model": body.model,
-        "instructions": body.instructions,
-        "previous_response_id": body.previous_response_id,
-        "max_output_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
+        **body.model_dump(include=names),
         "metadata": body.metadata or {},
         "parallel_tool_calls": True,
-        "tool_choice": body.tool_choice.model_dump()
-        if isinstance(body.tool_choice, FlatNamedTool)
-        else body.tool_choice or "auto",
+        "tool_choice": chosen.model_dump() if isinstance(chosen, FlatNamedTool) else chosen or "auto",
         "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in body.tools or []],
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
     }
+
+
+class ResponseReply:
+    """A `streaming.Reply`: a message, if there is a text, and the tool calls. Each event of the service makes
+    some of the stream's. `keep` takes the id of the response and, as a chat's message, the whole answer.
+    """
+
+    end = b""
+
+    def __init__(self, body: ResponsesBody, keep: Callable[[str, dict[str, Any]], None]):
+        self._cite, self._keep = body.citations, keep
+        self._number = 0
+        self._message: str | None = None  # the id of the message that is being written
+        self._text = self._all = ""
+        self._calls: list[ToolCall] = []
+        self._finish = "stop"
+        self._object = ResponseObject(
+            id=new_id("resp"),
+            object="response",
+            created_at=time.time(),
+            status="in_progress",
+            error=None,
+            incomplete_details=None,
+            output=[],
+            usage=None,
+            **_echoed(body),
+        )
+
+    def begin(self) -> Iterator[BaseModel]:
+        now = self._object.model_copy()
+        yield self._event(openai.ResponseCreatedEvent, response=now)
+        yield self._event(openai.ResponseInProgressEvent, response=now)
+
+    def collect(self, part: int, event: Event) -> None:
+        list(self._add(event))
+
+    async def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]:
+        for one in self._add(event):
+            yield one
+
+    async def whole(self) -> BaseModel:
+        return self._object
+
+    def failed(self, refusal: Refusal) -> BaseModel:
+        self._object.status = "failed"
+        self._object.error = openai.ResponseError(code="server_error", message=refusal.error.error.message)
+        return self._event(openai.ResponseFailedEvent, response=self._object)
+
+    def _add(self, event: Event) -> Iterator[BaseModel]:
+        match event:
+            case Delta(_, text, _, calls):
+                if text:
+                    yield from self._begin_message()
+                    self._text += text
+                    self._all += text
+                    yield self._of_message(openai.ResponseTextDeltaEvent, delta=text, logprobs=[])
+                for call in calls:
+                    yield from self._end_message()
+                    yield from self._call(call)
+            case Ended(_, finish):
+                self._finish = finish
+                if not self._object.output:
+                    yield from self._begin_message()
+                yield from self._end_message()
+            case Done() as done:
+                yield self._complete(done)
+
+    def _begin_message(self) -> Iterator[BaseModel]:
+        if self._message is None:
+            self._message, self._text = new_id("msg"), ""
+            item = self._item([], "in_progress")
+            yield self._event(openai.ResponseOutputItemAddedEvent, item=item, output_index=self._index)
+            yield self._of_message(openai.ResponseContentPartAddedEvent, part=self._part())
+
+    def _end_message(self) -> Iterator[BaseModel]:
+        if self._message is not None:
+            yield self._of_message(openai.ResponseTextDoneEvent, text=self._text, logprobs=[])
+            yield self._of_message(openai.ResponseContentPartDoneEvent, part=self._part())
+            yield self._done(
+                self._item([self._part()], "incomplete" if self._finish == "length" else "completed")
+            )
+            self._message = None
+
+    def _call(self, call: ToolCall) -> Iterator[BaseModel]:
+        self._calls.append(call)
+        item = make(
+            openai.ResponseFunctionToolCall,
+            "type",
+            id=new_id("fc"),
+            call_id=call.id,
+            name=call.name,
+            arguments=call.arguments,
+            status="completed",
+        )
+        begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
+        place = {"item_id": item.id, "output_index": self._index}
+        yield self._event(openai.ResponseOutputItemAddedEvent, item=begun, output_index=self._index)
+        yield self._event(openai.ResponseFunctionCallArgumentsDeltaEvent, delta=call.arguments, **place)
+        yield self._event(openai.ResponseFunctionCallArgumentsDoneEvent, arguments=call.arguments, **place)
+        yield self._done(item)
+
+    def _done(self, item: openai.ResponseOutputMessage | openai.ResponseFunctionToolCall) -> BaseModel:
+        self._object.output.append(item)
+        return self._event(openai.ResponseOutputItemDoneEvent, item=item, output_index=self._index - 1)
+
+    def _complete(self, done: Done) -> BaseModel:
+        used = done.usage
+        self._object.usage = openai.ResponseUsage(
+            input_tokens=used.prompt,
+            input_tokens_details=InputTokensDetails(cached_tokens=used.cached, cache_write_tokens=0),
+            output_tokens=used.completion,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            total_tokens=used.prompt + used.completion,
+        )
+        for name, value in (cost(done) if self._cite else {}).items():
+            setattr(self._object, name, value)
+        self._keep(self._object.id, answer_object(self._all, self._calls))
+        if self._finish == "length":
+            self._object.status = "incomplete"
+            self._object.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+            return self._event(openai.ResponseIncompleteEvent, response=self._object)
+        self._object.status = "completed"
+        return self._event(openai.ResponseCompletedEvent, response=self._object)
+
+    @property
+    def _index(self) -> int:
+        """Where in the output the item stands that is being written."""
+        return len(self._object.output)
+
+    def _item(self, content: list[Any], status: Any) -> openai.ResponseOutputMessage:
+        return openai.ResponseOutputMessage(
+            id=self._message or "", type="message", role="assistant", content=content, status=status
+        )
+
+    def _part(self) -> openai.ResponseOutputText:
+        return openai.ResponseOutputText(type="output_text", text=self._text, annotations=[])
+
+    def _event(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
+        """The next event, under the next number."""
+        self._number += 1
+        return make(kind, "type", sequence_number=self._number - 1, **fields)
+
+    def _of_message(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
+        place = {"item_id": self._message, "output_index": self._index, "content_index": 0}
+        return self._event(kind, **fields, **place)

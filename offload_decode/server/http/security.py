@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.server.http.errors import Refusal, refusal
+from offload_decode.server.http.errors import Refusal
 
 OPEN = ("/", "/health")
 """What needs no key: whether the server runs, and the page, which asks for one."""
@@ -66,7 +66,7 @@ class Guard:
             return
         refused = self._refused(scope)
         if refused is not None:
-            await refused.response()(scope, receive, send)
+            await refused(scope, receive, send)
             return
         read, most = 0, self._most(scope)
 
@@ -87,17 +87,17 @@ class Guard:
         headers, path = Headers(scope=scope), scope["path"]
         host = headers.get("host", "")
         if self.access.hosts and _name(host) not in self.access.hosts:
-            return refusal(403, f"this server does not answer to the name {_name(host)[:80]!r}", "wrong_host")
+            return Refusal(403, f"this server does not answer to the name {_name(host)[:80]!r}", "wrong_host")
         if not (path in OPEN or path.startswith(OPEN_FOLDER) or self._opened(headers)):
             said = "give the server's key, as Authorization: Bearer KEY"
-            return refusal(401, said, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
+            return Refusal(401, said, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
         if scope["method"] not in ("GET", "HEAD", "OPTIONS") and self._foreign(headers.get("origin"), host):
-            return refusal(
+            return Refusal(
                 403, "pages of that origin may not ask here: start the server with --cors ORIGIN", "origin"
             )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > (most := self._most(scope)):
-            return refusal(413, _too_large(most), "too_large")
+            return Refusal(413, _too_large(most), "too_large")
         return None
 
     def _opened(self, headers: Headers) -> bool:

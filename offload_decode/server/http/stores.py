@@ -1,4 +1,5 @@
-"""`/v1/stores` and `/v1/jobs`: stores are made from texts and files, listed, appended to and deleted.
+"""`/v1/models`, `/v1/stores` and `/v1/jobs`: every name that can be asked; and stores, which are made from
+texts and files, listed, appended to and deleted.
 
 Nothing is fetched from anywhere: documents come with the request, and models are those that the server
 already serves. Prefills and appends take long: they are jobs, whose id is answered at once.
@@ -11,12 +12,13 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
+from openai.types import Model
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from starlette.datastructures import UploadFile
 
@@ -68,6 +70,25 @@ class NewStore(Texts):
 
 
 Sent = TypeVar("Sent", bound=Texts)
+T = TypeVar("T")
+
+
+class Listed(BaseModel, Generic[T]):
+    """All there are."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+
+
+class ServedModel(Model):
+    """A store, or a model without a corpus. `root` is the model that answers; `parent` the name of that model
+    where this one is a store. `tokens` and `documents` are the store's.
+    """
+
+    root: str
+    parent: str | None = None
+    tokens: int
+    documents: int
 
 
 class JobError(BaseModel):
@@ -93,13 +114,6 @@ class JobAnswer(BaseModel):
     error: JobError | None
 
 
-class JobList(BaseModel):
-    """Jobs, the newest first."""
-
-    object: Literal["list"] = "list"
-    data: list[JobAnswer]
-
-
 class StoreAnswer(BaseModel):
     """A store: `root` is its model; `recall` is what its indexes measured when they were built."""
 
@@ -111,13 +125,6 @@ class StoreAnswer(BaseModel):
     documents: int
     recall: float | None
     digest: str
-
-
-class StoreList(BaseModel):
-    """All stores."""
-
-    object: Literal["list"] = "list"
-    data: list[StoreAnswer]
 
 
 class Span(BaseModel):
@@ -149,16 +156,26 @@ class Deleted(BaseModel):
 
 def router() -> APIRouter:
     """The routes; the app's `state.service` is asked."""
-    routes = APIRouter(tags=["stores"])
-    more: dict[str, Any] = {"responses": RESPONSES}
+    routes = APIRouter()
+    more: dict[str, Any] = {"tags": ["stores"], "responses": RESPONSES}
     # They wait for answers to end: in threads of their own, so that other requests find one.
     deleting = CapacityLimiter(_MOST_DELETED)
 
+    @routes.get("/v1/models", tags=["models"], responses=RESPONSES)
+    def models(request: Request) -> Listed[ServedModel]:
+        """All stores, each by its name, and the models themselves. Nothing is loaded to tell them."""
+        return Listed(data=[_model(entry) for entry in service_of(request).catalog.entries()])
+
+    @routes.get("/v1/models/{name:path}", tags=["models"], responses=RESPONSES)
+    def model(request: Request, name: str) -> ServedModel:
+        """One of them."""
+        return _model(service_of(request).catalog.entry(name))
+
     @routes.get("/v1/stores", **more)
-    def stores(request: Request) -> StoreList:
+    def stores(request: Request) -> Listed[StoreAnswer]:
         """All stores."""
         entries = service_of(request).catalog.entries()
-        return StoreList(data=[StoreAnswer(**_fields(entry)) for entry in entries if entry.path is not None])
+        return Listed(data=[StoreAnswer(**_fields(entry)) for entry in entries if entry.path is not None])
 
     @routes.post("/v1/stores", status_code=202, openapi_extra=_body(NewStore), **more)
     async def create(request: Request) -> JobAnswer:
@@ -204,10 +221,10 @@ def router() -> APIRouter:
         return Deleted(id=name)
 
     @routes.get("/v1/jobs", **more)
-    def jobs(request: Request) -> JobList:
+    def jobs(request: Request) -> Listed[JobAnswer]:
         """Jobs, the newest first; those that are over are kept for a while."""
         service = service_of(request)
-        return JobList(data=[_job(service, job) for job in service.jobs.jobs()])
+        return Listed(data=[_job(service, job) for job in service.jobs.jobs()])
 
     @routes.get("/v1/jobs/{id}", **more)
     def job(request: Request, id: Name) -> JobAnswer:
@@ -299,6 +316,19 @@ def _texts(asked: Texts) -> list[Upload]:
 
 def _upload(name: str, text: str) -> Upload:
     return Upload(name, io.BytesIO(text.encode()), text=True)
+
+
+def _model(entry: Entry) -> ServedModel:
+    return ServedModel(
+        id=entry.name,
+        object="model",
+        created=entry.created,
+        owned_by="offload-decode",
+        root=entry.base,
+        parent=None if entry.path is None else entry.base,
+        tokens=entry.tokens,
+        documents=entry.documents,
+    )
 
 
 def _fields(entry: Entry) -> dict[str, Any]:

@@ -1,25 +1,25 @@
-"""Events of requests from the scheduler's thread to the event loop, and as server-sent events to the client,
-until it has them all or hangs up: a disconnect cancels the requests.
+"""A request for answers, whatever their shape: events come from the scheduler's thread to the event loop, and
+as a whole or as server-sent events to the client, until it has them all or hangs up: a disconnect cancels.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import anyio
 from anyio.to_thread import run_sync
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from offload_decode.server.http.errors import refused
+from offload_decode.server.http.errors import Refusal, known_names, refused
 from offload_decode.server.requests import Done, Emit, Event, Failed, TimedOut
 from offload_decode.server.scheduler import Ticket
 
@@ -31,9 +31,22 @@ fail with a status of its own, before the stream begins.
 """
 DONE = format_sse_event(data_str="[DONE]")
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
 Start = Callable[[Emit], Ticket]
+"""Hands one request to the scheduler."""
+
+
+class Reply(Protocol):
+    """An answer in the shape of one route, made of events of requests by their numbers: `chunks` of a stream,
+    which `begin` opens and `end` closes, or what was collected as a `whole`.
+    """
+
+    end: bytes
+
+    def begin(self) -> Iterable[BaseModel]: ...
+    def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]: ...
+    def failed(self, refusal: Refusal) -> BaseModel: ...
+    def collect(self, part: int, event: Event) -> None: ...
+    async def whole(self) -> BaseModel: ...
 
 
 class PartEvent(NamedTuple):
@@ -119,9 +132,11 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def while_connected(request: Request, events: Events, work: Callable[[], Awaitable[None]]) -> None:
-    """Do `work` on events. Where it fails or the client hangs up (`ClientDisconnect`), they are cancelled."""
-    done = False
+async def respond(request: Request, starts: Sequence[Start], reply: Reply, stream: bool) -> Response:
+    """Begin requests, and answer with their reply: whole, or as a stream where none of them fails at once, as
+    the status can say so. They are cancelled when one fails or the client hangs up (`ClientDisconnect`).
+    """
+    events, done = Events(), False
 
     async def watch() -> None:
         await disconnected(request.receive)
@@ -130,7 +145,13 @@ async def while_connected(request: Request, events: Events, work: Callable[[], A
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(watch)
-            await work()
+            await events.begin(starts)
+            if stream:
+                await events.first(QUIET_S)
+            else:
+                async for event in events.each():
+                    if event is not None:
+                        reply.collect(*event)
             done = True
             group.cancel_scope.cancel()
     except ExceptionGroup as raised:  # anyio wraps even a single one
@@ -140,16 +161,20 @@ async def while_connected(request: Request, events: Events, work: Callable[[], A
             events.cancel()
     if not done:
         raise ClientDisconnect
+    if stream:
+        return Stream(events, reply, known_names(request.app.state.service))
+    answer = await reply.whole()
+    return Response(answer.model_dump_json(exclude_unset=True, by_alias=True), media_type="application/json")
 
 
 class Stream(EventSourceResponse):
-    """Chunks to a client. None is a comment; an error that the chunks raise is sent in OpenAI's shape, and
-    ends the stream. `names` are those of the stores, by their paths.
+    """Chunks to a client; an error ends them as the reply says it. `names` are those of the stores, by their
+    paths.
     """
 
-    def __init__(self, events: Events, chunks: AsyncIterator[bytes | None], names: Mapping[str, str]):
+    def __init__(self, events: Events, reply: Reply, names: Mapping[str, str]):
         self.events = events
-        super().__init__(_with_comments(chunks, names), headers=_HEADERS)
+        super().__init__(self._chunks(reply, names), headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -157,17 +182,23 @@ class Stream(EventSourceResponse):
         finally:
             self.events.cancel()
 
+    async def _chunks(self, reply: Reply, names: Mapping[str, str]) -> AsyncIterator[bytes]:
+        try:
+            for chunk in reply.begin():
+                yield _sse(chunk)
+            async for event in self.events.each(QUIET_S):
+                if event is None:
+                    yield KEEPALIVE_COMMENT
+                    continue
+                async for chunk in reply.chunks(*event):
+                    yield _sse(chunk)
+            if reply.end:
+                yield reply.end
+        except Exception as error:  # noqa: BLE001 - the status has been sent: the error goes into the stream
+            yield _sse(reply.failed(refused(error, names)))
 
-def sse(chunk: BaseModel, event: str | None = None) -> bytes:
-    """A chunk as a server-sent event: fields that were never set are left out."""
-    return format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True, by_alias=True), event=event)
 
-
-async def _with_comments(
-    chunks: AsyncIterator[bytes | None], names: Mapping[str, str]
-) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in chunks:
-            yield KEEPALIVE_COMMENT if chunk is None else chunk
-    except Exception as error:  # noqa: BLE001 - the status has been sent: the error goes into the stream
-        yield sse(refused(error, names).body)
+def _sse(chunk: BaseModel) -> bytes:
+    """A chunk as a server-sent event, named where it has a type: fields that were never set are left out."""
+    text = chunk.model_dump_json(exclude_unset=True, by_alias=True)
+    return format_sse_event(data_str=text, event=getattr(chunk, "type", None))

@@ -211,8 +211,7 @@ def test_one_that_hangs_up_while_it_waits_is_cancelled_too(client, service):
 
 
 def test_comments_keep_a_silent_stream_open(url, service, monkeypatch):
-    monkeypatch.setattr("offload_decode.server.http.chat.QUIET_S", 0.02)
-    monkeypatch.setattr("offload_decode.server.http.answers.QUIET_S", 0.02)
+    monkeypatch.setattr("offload_decode.server.http.streaming.QUIET_S", 0.02)
     service.wait_s = 0.1
     body = {"model": "book", "messages": ASKED, "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
