@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, TextIO
@@ -24,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from offload_decode.server.requests import Busy, Delta, Done, Ended, Event, Failed, Prompted, Usage
+from offload_decode.server.requests import Busy, Delta, Done, Ended, Event, Failed, Prompted
 from offload_decode.types import StepStats
 
 LOG = logging.getLogger("offload_decode.server")
@@ -129,7 +128,13 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        gauge, counter, times = (partial(self._of_kind, kind) for kind in (Gauge, Counter, Histogram))
+
+        def of_kind(
+            kind: Any, name: str, about: str, labels: Sequence[str] = ("model_name",), **more: Any
+        ) -> Any:
+            return kind(f"{PREFIX}:{name}", about, labels, registry=self.registry, **more)
+
+        gauge, counter, times = (partial(of_kind, kind) for kind in (Gauge, Counter, Histogram))
         self._by_model = {
             "running": gauge("num_requests_running", "Requests that are being answered."),
             "waiting": gauge("num_requests_waiting", "Requests in the queue."),
@@ -179,16 +184,23 @@ class Metrics:
 
     def read(self, name: str, about: str, value: Callable[[], Values], label: str = "model_name") -> None:
         """A gauge that is read whenever somebody looks: `value` gives a number, or numbers by `label`."""
-        self.registry.register(_Read(f"{PREFIX}:{name}", about, value, label))
+
+        class Read(Collector):  # without `describe`, which would ask for its value at once
+            def collect(self) -> Iterator[GaugeMetricFamily]:
+                now = value()
+                if isinstance(now, Mapping):
+                    family = GaugeMetricFamily(f"{PREFIX}:{name}", about, labels=[label])
+                    for key, one in now.items():
+                        family.add_metric([key], one)
+                    yield family
+                else:
+                    yield GaugeMetricFamily(f"{PREFIX}:{name}", about, value=now)
+
+        self.registry.register(Read())
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self.registry)
-
-    def _of_kind(
-        self, kind: Any, name: str, about: str, labels: Sequence[str] = ("model_name",), **more: Any
-    ) -> Any:
-        return kind(f"{PREFIX}:{name}", about, labels, registry=self.registry, **more)
 
 
 class Watch:
@@ -218,23 +230,27 @@ class Watch:
 
     def event(self, event: Event) -> None:
         """Its events in their order; nothing counts after its end."""
+        counts = self._counts
         if self._over:
             return
         match event:
             case Prompted(usage):
-                self._prompted(usage)
+                counts.prompt.inc(usage.prompt)
+                counts.looked_up.inc(usage.prompt)
+                counts.found.inc(usage.cached)
+                self._line |= {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached}
             case Delta(index, _, tokens) if tokens:
                 self._written(index, len(tokens))
             case Ended(_, finish):
-                self._counts.ended[finish].inc()
+                counts.ended[finish].inc()
                 self._reasons.append(finish)
             case Done():
                 self._end(",".join(self._reasons))
             case Failed(error):
                 self._line["error"] = type(error).__name__
                 if isinstance(error, Busy) and not self._started:
-                    self._counts.refused.inc()
-                self._counts.ended["error"].inc()
+                    counts.refused.inc()
+                counts.ended["error"].inc()
                 self._end("error")
 
     def aborted(self) -> None:
@@ -242,13 +258,6 @@ class Watch:
         if not self._over:
             self._counts.ended["abort"].inc()
             self._end("abort")
-
-    def _prompted(self, usage: Usage) -> None:
-        counts = self._counts
-        counts.prompt.inc(usage.prompt)
-        counts.looked_up.inc(usage.prompt)
-        counts.found.inc(usage.cached)
-        self._line |= {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached}
 
     def _written(self, index: int, tokens: int) -> None:
         counts, now = self._counts, time.perf_counter()
@@ -272,24 +281,3 @@ class Watch:
         self._line["finish"] = finish
         if self._first is not None and self._tokens > 1:
             self._line["tokens_per_s"] = round((self._tokens - 1) / max(now - self._first, 1e-9), 1)
-
-
-@dataclass(frozen=True)
-class _Read(Collector):
-    """A gauge that is asked for its value, and not before anybody looks: it has no `describe`."""
-
-    name: str
-    about: str
-    value: Callable[[], Values]
-    label: str
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Its samples now."""
-        value = self.value()
-        if isinstance(value, Mapping):
-            family = GaugeMetricFamily(self.name, self.about, labels=[self.label])
-            for key, one in value.items():
-                family.add_metric([key], one)
-            yield family
-        else:
-            yield GaugeMetricFamily(self.name, self.about, value=value)

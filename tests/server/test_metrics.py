@@ -1,12 +1,18 @@
-"""What is counted of a request from its submission to its end, and of passes."""
+"""What is counted of a request from its submission to its end, and of passes; and lines of a log, one each,
+which hold nothing that looks like another line.
+"""
 
 from __future__ import annotations
+
+import io
+import json
+import logging
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.metrics import Metrics, Watch, logged_request
+from offload_decode.server.metrics import LOG, Metrics, Watch, configure, log_fields, logged_request
 from offload_decode.server.requests import Busy, Delta, Done, Ended, Failed, Prompted, Scored, Settings, Usage
 from offload_decode.server.service import Service
 from offload_decode.types import StepStats
@@ -155,3 +161,63 @@ def test_the_line_of_a_request_says_how_it_went():
     assert line["completion_tokens"] == 3
     assert line["tokens_per_s"] > 0
     assert line["first_token_s"] >= 0
+
+
+@pytest.fixture
+def log():
+    """Configures the log in a style, and gives where it goes."""
+
+    def configured(style: str) -> io.StringIO:
+        out = io.StringIO()
+        configure(style, out)
+        return out
+
+    return configured
+
+
+def test_records_within_a_request_name_it_and_others_do_not(log):
+    out = log("json")
+    with logged_request(request_id="r1", route="/v1/models"):
+        LOG.warning("something")
+        log_fields()["status"] = 200
+    LOG.warning("something")
+    within, request, outside = [json.loads(text) for text in out.getvalue().splitlines()]
+    assert within["request_id"] == "r1"
+    assert "request_id" not in outside
+    assert (request["message"], request["request_id"], request["status"]) == ("request", "r1", 200)
+    assert request["seconds"] >= 0
+    assert request["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_a_value_never_becomes_a_line(log, style):
+    out = log(style)
+    with logged_request(model="book\n2026 error all is lost\x1b[2J\u2028"):
+        LOG.info("a message\nwith a break")
+    assert len(out.getvalue().splitlines()) == 2
+    assert "\x1b" not in out.getvalue()
+
+
+def test_text_lines_can_be_read_by_people(log):
+    out = log("text")
+    with logged_request(request_id="r1", model="my book"):
+        pass
+    assert ' info request request_id=r1 model="my book" seconds=' in out.getvalue()
+
+
+def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn(log):
+    out = log("json")
+    logging.getLogger("uvicorn.error").info("Started")
+    logging.getLogger("httpx").info("chatter")
+    assert [json.loads(text)["message"] for text in out.getvalue().splitlines()] == ["Started"]
+
+
+def test_an_exception_stays_in_its_line(log):
+    out = log("json")
+    LOG.error("failed", exc_info=ValueError("wrong"))
+    assert "ValueError: wrong" in json.loads(out.getvalue())["exception"]
+
+
+def test_outside_of_a_request_nothing_is_remembered():
+    log_fields()["model"] = "book"
+    assert log_fields() == {}

@@ -24,25 +24,21 @@ class Answers:
 
 def test_a_store_is_released_when_nothing_uses_it():
     answers = Answers()
-    own = answers.releases()
     answers.running = {"book", "other"}
     own = answers.releases()
-    inside = threading.Event()
-    leave = threading.Event()
+    inside, leave = threading.Event(), threading.Event()
 
     def release() -> None:
         with own.released("book"):
             inside.set()
             leave.wait(60)
 
-    beginning = own.asking("book")
-    beginning.__enter__()
-    thread = threading.Thread(target=release)
-    thread.start()
-    answers.running.discard("book")
-    time.sleep(0.1)
-    assert not inside.is_set()
-    beginning.__exit__(None, None, None)
+    with own.asking("book"):
+        thread = threading.Thread(target=release)
+        thread.start()
+        answers.running.discard("book")
+        time.sleep(0.1)
+        assert not inside.is_set()
     assert inside.wait(60)
     assert answers.closed == ["book"]
     with pytest.raises(Loading), own.asking("book"):

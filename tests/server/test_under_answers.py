@@ -24,19 +24,15 @@ def own(shelf, tmp_path):
     return Path(shutil.copytree(shelf / "stores", tmp_path / "stores"))
 
 
-def ask(service: Service, tokens: int) -> Listener:
+def ask(service: Service, tokens: int, *, begun: bool = False) -> Listener:
+    """An answer, of which the first token is there where it has `begun`."""
     heard = Listener()
     wanted = Generation(max_tokens=tokens, ignore_end=True)
     service.chat(
         ChatRequest("one", "book", wanted, messages=[{"role": "user", "content": "What is thing 3?"}]), heard
     )
-    return heard
-
-
-def begun(service: Service, tokens: int) -> Listener:
-    """An answer of which the first token is there."""
-    heard = ask(service, tokens)
-    heard.until(Delta)
+    if begun:
+        heard.until(Delta)
     return heard
 
 
@@ -46,7 +42,7 @@ def whole(heard: Heard, tokens: int) -> bool:
 
 def test_a_store_is_deleted_behind_the_last_answer_from_it(serve, own):
     service = serve(own)
-    heard = begun(service, 300)
+    heard = ask(service, 300, begun=True)
     thread = threading.Thread(target=service.jobs.delete, args=("book",))
     thread.start()
     until(lambda: "book" not in [entry.name for entry in service.catalog.entries()])
@@ -66,7 +62,7 @@ def test_a_store_grows_behind_the_last_answer_from_it(serve, own):
     more = Upload("more.txt", io.BytesIO(b"Thing 99 is grey."), text=True)
     job = service.jobs.append("book", [more])
     until(lambda: (now := service.jobs.progress(job.id)) is not None and now.stage == "tokenize", 600)
-    heard = begun(service, 3000)
+    heard = ask(service, 3000, begun=True)
     until(lambda: service.jobs.job(job.id).over, 600)
     assert service.jobs.job(job.id).error is None
     assert whole(heard.all(), 3000)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args
 from uuid import uuid4
 
 from anyio.to_thread import run_sync
-from fastapi import Request
+from fastapi import Depends, Request
 from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -153,9 +153,12 @@ class Cost(BaseModel):
     stats: StepStats | None = None
 
 
-def service_of(request: Request) -> Service:
-    """The service behind the app."""
+async def _service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
+
+
+AppService = Annotated[Service, Depends(_service_of)]
+"""A route's parameter: the service behind the app."""
 
 
 def new_id(kind: str) -> str:

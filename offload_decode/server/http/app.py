@@ -132,10 +132,6 @@ def listen(
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it has stopped
     try:
         with bound, suppress(KeyboardInterrupt):
-            _Server(config, partial(close, grace_s) if close else _nothing).run(sockets=[bound])
+            _Server(config, partial(close, grace_s) if close else lambda: None).run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _nothing() -> None:
-    """What is behind the app ends elsewhere."""

@@ -26,11 +26,11 @@ from offload_decode.server.http.answers import (
     MOST_TOP,
     AnswerBody,
     AnswerReply,
+    AppService,
     Body,
     Cost,
     finite,
     new_id,
-    service_of,
 )
 from offload_decode.server.http.errors import STREAMED
 from offload_decode.server.http.streaming import respond
@@ -159,9 +159,8 @@ def router() -> APIRouter:
     routes = APIRouter(tags=["answers"])
 
     @routes.post("/v1/chat/completions", response_model=ChatAnswer, responses=STREAMED)
-    async def chat(request: Request, body: ChatBody) -> Response:
+    async def chat(request: Request, service: AppService, body: ChatBody) -> Response:
         """Answer a conversation: whole, or as a stream of chunks."""
-        service = service_of(request)
         asked = chat_request(service.settings, body)
         reply = ChatReply(service, body, asked.id)
         return await respond(request, [partial(service.chat, asked)], reply, body.stream)

@@ -21,13 +21,13 @@ from offload_decode.server.http.answers import (
     MOST_TOP,
     AnswerBody,
     AnswerReply,
+    AppService,
     Body,
     Cost,
     Ids,
     Name,
     finite,
     new_id,
-    service_of,
 )
 from offload_decode.server.http.chat import Messages, plain
 from offload_decode.server.http.errors import RESPONSES, STREAMED
@@ -127,19 +127,18 @@ def router() -> APIRouter:
     tokens: dict[str, Any] = {"tags": ["tokens"], "responses": RESPONSES}
 
     @routes.post("/v1/completions", tags=["answers"], response_model=CompletionAnswer, responses=STREAMED)
-    async def complete(request: Request, body: CompletionBody) -> Response:
+    async def complete(request: Request, service: AppService, body: CompletionBody) -> Response:
         """Continue texts: the whole answer, or a stream of chunks."""
-        id, service = new_id("cmpl"), service_of(request)
+        id = new_id("cmpl")
         starts = [partial(service.complete, one) for one in _asked(service.settings, body, id)]
         echoed = await run_sync(_echoed, service, body) if body.echo else None
         return await respond(request, starts, CompletionReply(service, body, id, echoed), body.stream)
 
     @routes.post("/tokenize", **tokens)
-    def tokenize(request: Request, body: TokenizeBody) -> Tokenized:
+    def tokenize(service: AppService, body: TokenizeBody) -> Tokenized:
         """A text, or the prompt that messages become behind a store, as tokens."""
         if (body.prompt is None) == (body.messages is None):
             raise WrongField("give a prompt or messages, and not both", "prompt")
-        service = service_of(request)
         entry = _entry(service, body.model)
         messages = None if body.messages is None else plain(body.messages)
         ids = service.tokenize(entry.name, body.prompt, messages, body.add_special_tokens)
@@ -151,15 +150,13 @@ def router() -> APIRouter:
         )
 
     @routes.post("/detokenize", **tokens)
-    def detokenize(request: Request, body: DetokenizeBody) -> Detokenized:
+    def detokenize(service: AppService, body: DetokenizeBody) -> Detokenized:
         """Tokens as a text."""
-        service = service_of(request)
         return Detokenized(prompt=service.detokenize(_entry(service, body.model).name, body.tokens))
 
     @routes.get("/tokenizer_info", **tokens)
-    def tokenizer_info(request: Request, model: Name | None = None) -> TokenizerInfo:
+    def tokenizer_info(service: AppService, model: Name | None = None) -> TokenizerInfo:
         """The special tokens and the chat template of a model; of the first, where none is named."""
-        service = service_of(request)
         tokenizer = service.loaded_models.model(_entry(service, model)).known_tokenizer
         return TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,

@@ -12,9 +12,8 @@ from contextlib import aclosing, suppress
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload_decode.server.http.app import guard
@@ -58,13 +57,14 @@ class Front:
         self.replicas = replicas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _whole(receive)
+        body = await Request(scope, receive).body()
         wire = {key: scope[key] for key in _WIRE if key in scope}
         # Which origins may ask was decided here: a replica knows of none.
         wire["headers"] = [(bytes(k), bytes(v)) for k, v in scope["headers"] if bytes(k) != b"origin"]
         name = await _name(scope, body)
         log_fields()["model"] = name
-        answering = asyncio.create_task(self._answer(name, wire, body, send))
+        begun = PendingResponse(wire, receive, send)
+        answering = asyncio.create_task(self._answer(name, wire, body, begun))
         leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,9 +75,8 @@ class Front:
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
-    async def _answer(self, name: str, wire: Mapping[str, Any], body: bytes, send: Send) -> None:
+    async def _answer(self, name: str, wire: Mapping[str, Any], body: bytes, begun: PendingResponse) -> None:
         once = wire["path"].startswith(_KEPT) and wire["method"] != "GET"  # it may have been done
-        begun = PendingResponse(send)
         for left in reversed(range(1 if once else TRIES)):
             try:
                 async with aclosing(self.replicas.ask(name, wire, body)) as messages:
@@ -89,9 +88,9 @@ class Front:
                 if begun.told:
                     raise  # the connection is cut, so that nobody takes half an answer for a whole one
                 if not left:
-                    await begun.fail(Busy("the servers that had this request were lost: try again", 2), wire)
+                    await begun.fail(Busy("the servers that had this request were lost: try again", 2))
             except Exception as error:  # noqa: BLE001 - of a replica, in another process
-                await begun.fail(error, wire)
+                await begun.fail(error)
                 return
 
 
@@ -100,8 +99,8 @@ class PendingResponse:
     comments that keep a connection open are no answer.
     """
 
-    def __init__(self, send: Send):
-        self._send = send
+    def __init__(self, wire: Scope, receive: Receive, send: Send):
+        self._wire, self._receive, self._send = wire, receive, send
         self._start: Message | None = None
         self._started = self.told = False
 
@@ -118,11 +117,11 @@ class PendingResponse:
         self.told = self.told or not body.startswith(b":") or not message.get("more_body", False)
         await self._send(message)
 
-    async def fail(self, error: Exception, wire: Mapping[str, Any]) -> None:
+    async def fail(self, error: Exception) -> None:
         """End it with an error, where its status has not been sent; else raise it."""
         if self._started:
             raise error
-        await refused(error)(dict(wire), _nothing, self._send)
+        await refused(error)(self._wire, self._receive, self._send)
 
 
 def create_front(replicas: Replicas, access: Access, most: int) -> FastAPI:
@@ -176,21 +175,6 @@ async def run(app: ASGIApp, scope: Mapping[str, Any], body: bytes) -> AsyncGener
         closed.set()
         with suppress(TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(asyncio.gather(working, return_exceptions=True), 5)
-
-
-async def _whole(receive: Receive) -> bytes:
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _nothing() -> Message:
-    return {"type": "http.disconnect"}
 
 
 async def _name(scope: Scope, body: bytes) -> str:

@@ -18,13 +18,13 @@ from pydantic import BaseModel, Field, StringConstraints
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
+    AppService,
     AskBody,
     Body,
     Cost,
     cost,
     make,
     new_id,
-    service_of,
 )
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
@@ -117,7 +117,7 @@ def router() -> APIRouter:
     routes, conversations = APIRouter(tags=["answers"]), Conversations(MOST_BYTES, len)
 
     @routes.post("/v1/responses", response_model=ResponseObject, responses=STREAMED)
-    async def respond_to(request: Request, body: ResponsesBody) -> Response:
+    async def respond_to(request: Request, service: AppService, body: ResponsesBody) -> Response:
         """Answer a conversation: whole, or as a stream of events."""
         messages = [*_before(body, conversations), *_messages(body)]
         if not 0 < len(messages) <= MOST_MESSAGES:
@@ -128,7 +128,6 @@ def router() -> APIRouter:
             if body.store is not False:
                 conversations.keep(id, json.dumps([*messages, answer]))
 
-        service = service_of(request)
         asked = chat_request(service.settings, _chat_body(body, messages))
         return await respond(request, [partial(service.chat, asked)], ResponseReply(body, keep), body.stream)
 

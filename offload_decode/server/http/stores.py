@@ -24,7 +24,7 @@ from starlette.datastructures import UploadFile
 
 from offload_decode.common.files import parse
 from offload_decode.server.catalog import Entry
-from offload_decode.server.http.answers import Body, Name, Option, Short, service_of
+from offload_decode.server.http.answers import AppService, Body, Name, Option, Short
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
 from offload_decode.server.job import Job, Upload
 from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
@@ -49,6 +49,10 @@ class Texts(Body):
     """Documents for a store; in a form, its files are documents too."""
 
     documents: Annotated[list[Text], Field(default_factory=list, max_length=MOST_DOCUMENTS, fail_fast=True)]
+
+    def uploads(self) -> list[Upload]:
+        """The documents as a job takes them."""
+        return [_upload(one.name, one.text) for one in self.documents]
 
 
 class NewStore(Texts):
@@ -162,26 +166,25 @@ def router() -> APIRouter:
     deleting = CapacityLimiter(_MOST_DELETED)
 
     @routes.get("/v1/models", tags=["models"], responses=RESPONSES)
-    def models(request: Request) -> Listed[ServedModel]:
+    def models(service: AppService) -> Listed[ServedModel]:
         """All stores, each by its name, and the models themselves. Nothing is loaded to tell them."""
-        return Listed(data=[_model(entry) for entry in service_of(request).catalog.entries()])
+        return Listed(data=[_model(entry) for entry in service.catalog.entries()])
 
     @routes.get("/v1/models/{name:path}", tags=["models"], responses=RESPONSES)
-    def model(request: Request, name: str) -> ServedModel:
+    def model(service: AppService, name: str) -> ServedModel:
         """One of them."""
-        return _model(service_of(request).catalog.entry(name))
+        return _model(service.catalog.entry(name))
 
     @routes.get("/v1/stores", **more)
-    def stores(request: Request) -> Listed[StoreAnswer]:
+    def stores(service: AppService) -> Listed[StoreAnswer]:
         """All stores."""
-        entries = service_of(request).catalog.entries()
+        entries = service.catalog.entries()
         return Listed(data=[StoreAnswer(**_fields(entry)) for entry in entries if entry.path is not None])
 
     @routes.post("/v1/stores", status_code=202, openapi_extra=_body(NewStore), **more)
-    async def create(request: Request) -> JobAnswer:
+    async def create(request: Request, service: AppService) -> JobAnswer:
         """Make a store: as JSON, or as a form with the same fields and files (text, HTML, PDF, Word)."""
-        async with _sent(request, NewStore) as (asked, documents):
-            service = service_of(request)
+        async with _sent(request, NewStore, service.settings.max_body) as (asked, documents):
             how = asked.model_dump(include={"kv", "method", "options", "index"})
             how |= asked.model_dump(include={"dtype", "weights"}, exclude_none=True)
             if asked.text is not None:
@@ -190,9 +193,9 @@ def router() -> APIRouter:
         return _job(service, job)
 
     @routes.get("/v1/stores/{name}", **more)
-    def store(request: Request, name: Name) -> StoreDetails:
+    def store(service: AppService, name: Name) -> StoreDetails:
         """One store, with its documents."""
-        entry = service_of(request).catalog.entry(name)
+        entry = service.catalog.entry(name)
         if entry.path is None:
             raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
         opened = KVStore.open(entry.path)
@@ -207,41 +210,36 @@ def router() -> APIRouter:
         )
 
     @routes.post("/v1/stores/{name}/append", status_code=202, openapi_extra=_body(Texts), **more)
-    async def append(request: Request, name: Name) -> JobAnswer:
+    async def append(request: Request, service: AppService, name: Name) -> JobAnswer:
         """Add documents to a store, as JSON or as a form with files."""
-        async with _sent(request, Texts) as (_, documents):
-            service = service_of(request)
+        async with _sent(request, Texts, service.settings.max_body) as (_, documents):
             job = await run_sync(service.jobs.append, name, documents)
         return _job(service, job)
 
     @routes.delete("/v1/stores/{name}", **more)
-    async def delete(request: Request, name: Name) -> Deleted:
+    async def delete(service: AppService, name: Name) -> Deleted:
         """Delete a store: its name goes at once, its files when no answer reads them any more."""
-        await run_sync(service_of(request).jobs.delete, name, limiter=deleting)
+        await run_sync(service.jobs.delete, name, limiter=deleting)
         return Deleted(id=name)
 
     @routes.get("/v1/jobs", **more)
-    def jobs(request: Request) -> Listed[JobAnswer]:
+    def jobs(service: AppService) -> Listed[JobAnswer]:
         """Jobs, the newest first; those that are over are kept for a while."""
-        service = service_of(request)
         return Listed(data=[_job(service, job) for job in service.jobs.jobs()])
 
     @routes.get("/v1/jobs/{id}", **more)
-    def job(request: Request, id: Name) -> JobAnswer:
+    def job(service: AppService, id: Name) -> JobAnswer:
         """One job, and how far it is."""
-        service = service_of(request)
         return _job(service, service.jobs.job(id))
 
     @routes.post("/v1/jobs/{id}/cancel", **more)
-    def cancel(request: Request, id: Name) -> JobAnswer:
+    def cancel(service: AppService, id: Name) -> JobAnswer:
         """Stop a job, and remove what it has written so far."""
-        service = service_of(request)
         return _job(service, service.jobs.cancel(id))
 
     @routes.post("/v1/jobs/{id}/retry", **more)
-    def retry(request: Request, id: Name) -> JobAnswer:
+    def retry(service: AppService, id: Name) -> JobAnswer:
         """Have a job that failed go on where it stopped."""
-        service = service_of(request)
         return _job(service, service.jobs.retry(id))
 
     return routes
@@ -258,9 +256,9 @@ def _body(shape: type[BaseModel]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _sent(request: Request, shape: type[Sent]) -> AsyncIterator[tuple[Sent, list[Upload]]]:
-    """The fields of a request and its documents, which can be read inside the block. Raises `WrongField`,
-    `TooLarge` and `RequestValidationError`.
+async def _sent(request: Request, shape: type[Sent], most: int) -> AsyncIterator[tuple[Sent, list[Upload]]]:
+    """The fields of a request (JSON has `most` bytes) and its documents, which can be read inside the block.
+    Raises `WrongField`, `TooLarge` and `RequestValidationError`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == FORM:
@@ -273,24 +271,18 @@ async def _sent(request: Request, shape: type[Sent]) -> AsyncIterator[tuple[Sent
                 if isinstance(value, str)
             }
             asked = _checked(shape, fields)
-            yield asked, [*_texts(asked), *(Upload(one.filename or "", one.file) for one in files)]
+            yield asked, [*asked.uploads(), *(Upload(one.filename or "", one.file) for one in files)]
     elif kind == "application/json":
-        body = await _read(request)
-        asked = await run_sync(lambda: _checked(shape, _parsed(body, None)))
-        yield asked, _texts(asked)
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                way = f"send documents as files of a form ({FORM})"
+                raise TooLarge(f"JSON may have {most:,} bytes here: {way}")
+        asked = await run_sync(lambda: _checked(shape, _parsed(bytes(body), None)))
+        yield asked, asked.uploads()
     else:
         raise WrongField(f"send JSON, with the header Content-Type: application/json, or a form ({FORM})")
-
-
-async def _read(request: Request) -> bytes:
-    """A whole body. Raises `TooLarge`."""
-    most = service_of(request).settings.max_body
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise TooLarge(f"JSON may have {most:,} bytes here: send documents as files of a form ({FORM})")
-    return bytes(body)
 
 
 def _parsed(data: str | bytes, field: str | None) -> Any:
@@ -308,10 +300,6 @@ def _checked(shape: type[Sent], fields: Any) -> Sent:
     except ValidationError as error:
         found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(found, body=fields) from error
-
-
-def _texts(asked: Texts) -> list[Upload]:
-    return [_upload(document.name, document.text) for document in asked.documents]
 
 
 def _upload(name: str, text: str) -> Upload:

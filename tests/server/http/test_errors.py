@@ -19,26 +19,12 @@ from offload_decode.server.http import errors
 from offload_decode.server.metrics import Metrics
 
 
-class LoadedModels:
-    """Models and stores that are said to be in memory."""
-
-    def __init__(self) -> None:
-        self.ready: list[str] = []
-        self.busy = False
-
-    def models(self) -> list[str]:
-        return self.ready
-
-    def loading(self) -> bool:
-        return self.busy
-
-    def open_stores(self) -> list[str]:
-        return ["secret-name"]
-
-
 @pytest.fixture
 def service():
-    return SimpleNamespace(metrics=Metrics(), loaded_models=LoadedModels())
+    """`ready` and `busy` say what is in memory and what is being loaded."""
+    known = SimpleNamespace(ready=[], busy=False, open_stores=lambda: ["secret-name"])
+    known.models, known.loading = lambda: known.ready, lambda: known.busy
+    return SimpleNamespace(metrics=Metrics(), loaded_models=known)
 
 
 @pytest.fixture

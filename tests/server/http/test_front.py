@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
@@ -21,6 +18,7 @@ from offload_decode.server.http.app import guard
 from offload_decode.server.http.front import STORES, TRIES, Lost, create_front, run
 from offload_decode.server.http.security import Access
 from offload_decode.server.requests import Busy
+from tests.server.http.conftest import listening
 
 CHUNKS = ["data: one\n\n", "data: two\n\n"]
 
@@ -162,16 +160,8 @@ def test_a_name_that_is_too_long_is_looked_for_nowhere(client, replicas):
 
 @pytest.fixture
 def base(replicas):
-    front = create_front(replicas, Access(), 1000)
-    server = uvicorn.Server(uvicorn.Config(front, port=0, log_config=None))
-    thread = threading.Thread(target=server.run)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with listening(create_front(replicas, Access(), 1000)) as address:
+        yield address
 
 
 def test_a_client_that_hangs_up_is_dropped_by_its_replica(base, replicas):
