@@ -20,7 +20,6 @@ from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, St
 from offload_decode.common.memory import Peak, give_back
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
 from offload_decode.prefill_jobs.destinations import Progress
@@ -62,8 +61,8 @@ class AppendReport:
     shared: int
     copied: int
     peak_memory: int
-    indexes: tuple[BuildReport, ...] = ()
-    left: tuple[str, ...] = ()
+    indexes: tuple[BuildReport, ...]
+    left: tuple[str, ...]
 
     @property
     def kept(self) -> bool:
@@ -116,7 +115,7 @@ def append_texts(
         )
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
-        fresh = [text for text in texts if not _is_known(earlier, loaded, prompt, text)]
+        fresh = [text for text in texts if not _is_known(earlier, loaded, text)]
         tokens, documents = encode_further(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
     give_back()
     known = tuple(text.name for text in texts if text not in fresh)
@@ -160,11 +159,7 @@ def append_tokens(
             listed = [*earlier.documents, *documents]
             with KVStoreWriter.open(store, manifest, whole, listed, growth) as writer:
                 resumed_from = writer.done
-                progress("prefill", resumed_from, len(whole))
-                prefill_chunks(
-                    loaded, writer, whole, method, lambda done: progress("prefill", done, len(whole))
-                )
-                progress("publish", 0, 1)
+                prefill_chunks(loaded, writer, whole, method, progress)
                 grown = KVStore.open(writer.seal())
                 indexes, left = extend_indexes(earlier, grown, progress)
                 progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
@@ -224,7 +219,7 @@ def method_of(store: KVStore) -> Method:
 
 
 def _last_boundary(store: KVStore) -> int:
-    """The token at which the last chunk ended that was full."""
+    """The token at which the last full chunk ended."""
     if store.manifest.seam is None:
         raise StoreForeign(
             f"{store.path} was made by an earlier release ({store.manifest.software}), whose stores keep too "
@@ -234,13 +229,8 @@ def _last_boundary(store: KVStore) -> int:
 
 
 def _check_model(store: KVStore, loaded: LoadedModel) -> None:
-    store.check_model(
-        config_hash=loaded.config_hash,
-        weights_hash=loaded.weights_hash,
-        tokenizer_hash=loaded.tokenizer_hash,
-        dtype=loaded.dtype,
-        shape=loaded.shape,
-    )
+    names = "config_hash", "weights_hash", "tokenizer_hash", "dtype", "shape"
+    store.check_model(**{name: getattr(loaded, name) for name in names})
     if loaded.weights != store.manifest.weights:
         raise StoreMismatch(
             f"{store.path} was prefilled with {store.manifest.weights} weights, and this model has "
@@ -248,13 +238,13 @@ def _check_model(store: KVStore, loaded: LoadedModel) -> None:
         )
 
 
-def _is_known(store: KVStore, loaded: LoadedModel, prompt: Prompt, text: TextDocument) -> bool:
+def _is_known(store: KVStore, loaded: LoadedModel, text: TextDocument) -> bool:
     """Whether a document of that name and text is in the store. Raises `CorpusError` for another text."""
     named = [document for document in store.documents if document.name == text.name]
     if not named:
         return False
     stored = [store.tokens[document.start : document.end] for document in named]
-    forms = _forms(loaded, prompt, text, first=named[0] == store.documents[0])
+    forms = _forms(loaded, text, first=named[0] == store.documents[0])
     if any(np.array_equal(form, tokens) for form in forms for tokens in stored):
         return True
     raise CorpusError(
@@ -263,16 +253,17 @@ def _is_known(store: KVStore, loaded: LoadedModel, prompt: Prompt, text: TextDoc
     )
 
 
-def _forms(loaded: LoadedModel, prompt: Prompt, text: TextDocument, first: bool) -> Iterator[Tokens]:
+def _forms(loaded: LoadedModel, text: TextDocument, first: bool) -> Iterator[Tokens]:
     """The possible tokens of a document in a store. The `first` one opens the prompt, and is headed by its
     name if others came with it.
     """
+    given = loaded.tokenizer, loaded.prompt
     if first:
-        yield encode_corpus(loaded.tokenizer, prompt, [text])[0]
-        both, (span, _) = encode_corpus(loaded.tokenizer, prompt, [text, TextDocument("", "")])
+        yield encode_corpus(*given, [text])[0]
+        both, (span, _) = encode_corpus(*given, [text, TextDocument("", "")])
         yield both[: span.end]
     else:
-        yield encode_further(loaded.tokenizer, prompt, [text], 0)[0]
+        yield encode_further(*given, [text], 0)[0]
 
 
 def _tidy(store: KVStore) -> None:

@@ -3,15 +3,18 @@
 Each chunk attends to itself causally and to the earlier tokens that its method chooses, read back from the
 store block by block, or kept on the GPU where there is room. The parts are merged by log-sum-exp
 (docs/methods.md §1), so that a dense prefill in chunks equals one in a single pass.
+
+What a chunk adds is written at once on a CPU, by a thread behind the computation on a GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,13 +23,13 @@ from torch import Tensor
 
 from offload_decode.attention.dense import attend_blocks, serves_bf16
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.rows import Rows, tensor_view
-from offload_decode.attention.transfers import to_device
+from offload_decode.attention.rows import Rows, numpy_view, tensor_view
+from offload_decode.attention.transfers import HostCopy, to_device
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.kv.host_cache import BLOCK_TOKENS
+from offload_decode.kv.placement import QUEUED
 from offload_decode.models.loading import LoadedModel
-from offload_decode.prefill_jobs.async_writer import AsyncWriter, ChunkWriter
 from offload_decode.prefill_jobs.gpu_blocks import GPUBlocks, Stored
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.store.writer import KVStoreWriter
@@ -38,7 +41,7 @@ def prefill_chunks(
     writer: KVStoreWriter,
     tokens: NDArray[np.int32],
     method: Method,
-    progress: Callable[[int], None],
+    progress: Callable[[str, int, int], None],
 ) -> None:
     """Run `tokens [N]` through the model from where the writer stands, committing after every chunk.
 
@@ -46,6 +49,7 @@ def prefill_chunks(
     where a chunk cannot be written, on a GPU up to a chunk later.
     """
     chunk, reported, device = method.options.chunk, writer.done, loaded.device
+    progress("prefill", reported, len(tokens))
     with AsyncWriter(writer, device) if device.type == "cuda" else ChunkWriter(writer) as output:
         prefix = WrittenPrefix(writer, method, output, device)
         cache = _cache(loaded, writer, prefix, len(tokens))
@@ -61,25 +65,23 @@ def prefill_chunks(
             cache.rebase()
             prefix.advance(start + part.shape[1])
             if committed > reported:
-                progress(committed)
+                progress("prefill", committed, len(tokens))
                 reported = committed
     if reported < writer.done:
-        progress(writer.done)
+        progress("prefill", writer.done, len(tokens))
+    progress("publish", 0, 1)
 
 
 def _cache(loaded: LoadedModel, writer: KVStoreWriter, prefix: WrittenPrefix, total: int) -> PrefixCache:
     """A cache behind what is written so far, for `total` tokens in the end."""
 
-    def batched(array: NDArray[np.generic]) -> Tensor:
-        return tensor_view(array)[None].to(loaded.device)
+    def batched(arrays: Iterable[NDArray[np.generic]]) -> list[Tensor]:
+        return [tensor_view(array)[None].to(loaded.device) for array in arrays]
 
-    windows: dict[int, tuple[Tensor, Tensor]] = {}
-    for layer in loaded.shape.local_layers:
-        keys, values = writer.window(layer)
-        windows[layer] = batched(keys), batched(values)
-    states = {layer: list(map(batched, writer.states(layer) or ())) for layer in loaded.shape.state_layers}
-    positions = loaded.lengths.held(writer.manifest.rope, total)
-    return PrefixCache.over(prefix, loaded.shape, windows, states=states, positions=positions)
+    shape, positions = loaded.shape, loaded.lengths.held(writer.manifest.rope, total)
+    windows = {layer: tuple(batched(writer.window(layer))) for layer in shape.local_layers}
+    states = {layer: batched(writer.states(layer) or ()) for layer in shape.state_layers}
+    return PrefixCache.over(prefix, shape, windows, states=states, positions=positions)
 
 
 class WrittenPrefix:
@@ -108,14 +110,12 @@ class WrittenPrefix:
             self._gpu = GPUBlocks(self.shape.full_layers, self._stored, last, device)
 
     def begin_chunk(self, cache: PrefixCache) -> None:
-        """A chunk begins, whose keys and values `cache` will hold."""
         self._cache = cache
         self._appended.clear()
         if self._gpu is not None:
             self._gpu.begin_pass()
 
     def end_chunk(self) -> None:
-        """The chunk has run: submit the keys and values that are not submitted yet."""
         assert self._cache is not None
         for layer in self._cache.tails:
             self._append(layer.index)
@@ -227,3 +227,91 @@ class WrittenPrefix:
             grouped = query[0].reshape(self.shape.kv_heads, self.shape.group, *query.shape[2:])
             samples = grouped[:, heads, tokens].to(DTYPES[self.writer.manifest.dtype])
             self._output.submit(partial(self.writer.put_queries, layer, slots), samples)
+
+
+Write = Callable[..., None]
+
+
+class ChunkWriter:
+    """Writes what it is given before it returns."""
+
+    def __init__(self, writer: KVStoreWriter):
+        self._writer = writer
+
+    def submit(self, write: Write, *parts: Tensor) -> Future[None] | None:
+        """Have `write` called with `parts` as numpy arrays, after earlier submissions; a future for `wait`,
+        unless that is done. Raises what an earlier write raised.
+        """
+        write(*map(numpy_view, parts))
+        return None
+
+    def wait(self, submitted: Future[None] | None) -> None:
+        """Return when a submission is written. Raises what it, or an earlier one, raised."""
+        if submitted is not None:
+            submitted.result()
+
+    def commit(self, tokens: int) -> int:
+        """Commit so many tokens after all submissions; how many are committed by now."""
+        self._writer.commit(tokens)
+        return tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
+
+
+class AsyncWriter(ChunkWriter):
+    """Writes in a thread, in the order of submission, what a GPU computed: the KV of a layer as soon as the
+    layer has it, through pinned memory and on a stream of its own. At most `QUEUED` writes wait, so that a
+    slow disk slows the GPU and takes no memory. A killed process loses at most a chunk and the beginning of
+    the next. Leaving the block waits for all writes or, after an exception, for the one in progress.
+    """
+
+    def __init__(self, writer: KVStoreWriter, device: torch.device):
+        super().__init__(writer)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store writer")
+        self._futures: deque[Future[None]] = deque(maxlen=QUEUED)
+        self._last_commits: list[tuple[Future[None] | None, int]] = [(None, writer.done)]  # or two
+        self._error: BaseException | None = None
+
+    def submit(self, write: Write, *parts: Tensor) -> Future[None]:
+        """The current stream may overwrite the parts with whatever it is given next."""
+        if self._error is not None:
+            raise self._error
+        if len(self._futures) == QUEUED:
+            self.wait(self._futures[0])
+        copy = None
+        if parts:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                copy = HostCopy.begin(*parts)
+            for part in parts:
+                part.record_stream(self._stream)
+        self._futures.append(self._executor.submit(self._write, write, copy))
+        return self._futures[-1]
+
+    def commit(self, tokens: int) -> int:
+        """Waits for the commit before this one, which it returns."""
+        future = self.submit(lambda: self._writer.commit(tokens))
+        self._last_commits = [self._last_commits[-1], (future, tokens)]
+        before, committed = self._last_commits[0]
+        self.wait(before)
+        return committed
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._executor.shutdown(cancel_futures=error is not None)
+        if error is None and self._error is not None:
+            raise self._error
+
+    def _write(self, write: Write, copy: HostCopy | None) -> None:
+        """In the thread; after an error, nothing more is written."""
+        if self._error is None:
+            try:
+                write(*([] if copy is None else map(numpy_view, copy.wait())))
+            except BaseException as error:  # noqa: BLE001 - raised by the next call
+                self._error = error
+        if self._error is not None:
+            raise self._error

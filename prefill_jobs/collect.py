@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from offload_decode.collections.collection import Changing, Header, store_name
 from offload_decode.collections.journal import Entry, Value, check_metadata
@@ -18,7 +18,7 @@ from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, S
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument, nothing_in
 from offload_decode.prefill_jobs.decoding import read_plain, text_of
-from offload_decode.prefill_jobs.destinations import InFolder
+from offload_decode.prefill_jobs.destinations import Place
 from offload_decode.prefill_jobs.folders import EVERYTHING, File, Rules, Skipped, Walk, check_corpus, clean
 from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
 from offload_decode.prefill_jobs.many import Watch
@@ -62,12 +62,10 @@ class Maker:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """The model."""
         return load(self.model, self.device, self.dtype, self.weights)
 
     @cached_property
     def header(self) -> Header:
-        """The header of its collections."""
         own = self.loaded
         hashes = own.config_hash, own.weights_hash, own.tokenizer_hash
         return Header(own.model_id, *hashes, own.dtype, own.weights, asdict(self.settings))
@@ -101,10 +99,9 @@ def collect(
     settings, `ModelError`, `ConfigError`.
     """
     began = time.perf_counter()
-    if not os.path.isdir(folder):
-        check_corpus(folder)
-        raise CorpusError(f"{folder} is a file: a collection is made of a folder of documents")
     check_corpus(folder)
+    if not os.path.isdir(folder):
+        raise CorpusError(f"{folder} is a file: a collection is made of a folder of documents")
     walk = Walk(Path(folder), rules)
     files = sorted(walk.files())
     report = CollectReport()
@@ -151,21 +148,19 @@ class _Collecting:
                 raise CorpusError("another document has that name")
             data = read_plain(file.path, follow)
             sha256 = hashlib.sha256(data).hexdigest()
-            entry, store = self._kept(name, sha256), store_name(name, sha256)
-            if entry is not None and store in self.words:
-                self.report.kept += 1
-            else:
-                text = text_of(file.name, data)
-                if entry is not None:
-                    self.report.kept += 1
-                else:
-                    self.seen[name] = store
-                    entry = self._made(TextDocument(name, text), sha256, number, total)
-                    self.report.made += 1
-                    self.report.prefilled += entry.tokens
-                if store not in self.words:
-                    self.words.put(store, f"{name}\n{text}")  # questions name documents
+            store, entry = store_name(name, sha256), self.changing.journal.entries.get(name)
+            if entry and (entry.store != store or not (self.changing.store(store) / ROOT).exists()):
+                entry = None
+            text = "" if entry and store in self.words else text_of(file.name, data)
             self.seen[name] = store
+            if entry is None:
+                entry = self._made(TextDocument(name, text), sha256, number, total)
+                self.report.made += 1
+                self.report.prefilled += entry.tokens
+            else:
+                self.report.kept += 1
+            if store not in self.words:
+                self.words.put(store, f"{name}\n{text}")  # questions name documents
             self._put(entry)
         except StoreMismatch:  # of the collection as a whole
             raise
@@ -198,26 +193,15 @@ class _Collecting:
 
     def _gone(self, found: Collection[str], unread: Iterable[Skipped]) -> list[str]:
         unreadable = {one.name for one in unread}
-
-        def is_hidden(name: str) -> bool:
-            parts = name.split("/")
-            above = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
-            return not unreadable.isdisjoint([".", *above])
-
+        missing = [name for name in self.changing.journal.entries if name not in found]
         return sorted(
-            name for name in self.changing.journal.entries if name not in found and not is_hidden(name)
+            name for name in missing if unreadable.isdisjoint([name, *map(str, PurePosixPath(name).parents)])
         )
-
-    def _kept(self, name: str, sha256: str) -> Entry | None:
-        entry = self.changing.journal.entries.get(name)
-        if entry is None or entry.store != store_name(name, sha256):
-            return None
-        return entry if (self.changing.store(entry.store) / ROOT).exists() else None
 
     def _made(self, document: TextDocument, sha256: str, number: int, total: int) -> Entry:
         self.changing.state(self.maker.header)
         name = store_name(document.name, sha256)
-        loaded, place = self.maker.loaded, InFolder(self.changing.store(name))
+        loaded, place = self.maker.loaded, Place(self.changing.store(name))
 
         def shown(stage: str, done: int, tokens: int) -> None:
             about = f"{document.name}, {done:,} of {tokens:,} tokens" if stage == "prefill" else document.name
@@ -251,10 +235,8 @@ def read_metadata(path: Path) -> Metadata:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the metadata {path} are not UTF-8 text: give a JSONL file") from error
     except (OSError, CorpusError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"the metadata {path} cannot be read, because {reason}: give a JSONL file"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the metadata {path} cannot be read, because {why}: give a JSONL file") from error
     found: dict[str, dict[str, Value]] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -57,7 +57,7 @@ def encode_corpus(
     The spans tile the tokens: the opening of the prompt belongs to the first. Several documents are each
     headed by their name. Special tokens that a text spells out (`</s>`) are encoded as letters.
     """
-    texts = map(headed, documents) if len(documents) > 1 else (one.text for one in documents)
+    texts = map(headed, documents) if len(documents) > 1 else [one.text for one in documents]
     return _with_spans(documents, prompt.corpus(tokenizer, texts), 0)
 
 
@@ -69,7 +69,6 @@ def encode_further(
 
 
 def headed(document: TextDocument) -> str:
-    """The text under its name."""
     return f"Document: {document.name}\n{document.text}"
 
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,10 +36,11 @@ class Found(NamedTuple):
     documents: list[Document] | None
 
 
-class Place(ABC):
-    """`name`: as the user wrote it."""
+class Place:
+    """A path, as the user wrote it in `name`; the writer's own staging folder lies beside it."""
 
-    name: str
+    def __init__(self, path: Path) -> None:
+        self.name, self.path = str(path), path
 
     def admit(self) -> None:
         """Refuse, before the work begins, a place that cannot take a store. One that holds a store is
@@ -50,22 +50,27 @@ class Place(ABC):
             self.check()
         self.found()
 
-    @abstractmethod
     def check(self) -> None:
         """Raise `StoreExists` where something is there, `BucketError` where nothing can be put."""
+        refuse_existing(self.path)
 
-    @abstractmethod
     def found(self) -> Found | None:
         """The complete store that is there, if any."""
+        if not os.path.lexists(self.path):
+            return None
+        if not (self.path / ROOT).exists():
+            refuse_existing(self.path)
+        store = KVStore.open(self.path)
+        return Found(store.manifest, sum(store.cost().values()), list(store.documents))
 
-    @abstractmethod
     @contextmanager
     def opened(self) -> Iterator[Path]:
         """The path to write the store to."""
+        yield self.path
 
-    @abstractmethod
     def deliver(self, progress: Progress) -> Transfer | None:
         """Bring the complete store from the path of `opened` to its place; what was sent, if anything."""
+        return None
 
 
 def destination_of(out: str | Path, staging: Path | None = None) -> Place:
@@ -76,7 +81,7 @@ def destination_of(out: str | Path, staging: Path | None = None) -> Place:
         raise ConfigError(
             f"--out '{out}' names no store: give one a name, or end it with / for a folder of stores"
         )
-    return InFolder(Path(out))
+    return Place(Path(out))
 
 
 def default_staging() -> Path:
@@ -95,47 +100,14 @@ def same_store(found: Found, asked: Manifest, documents: Sequence[Document], nam
         others = ["release, which knows models by other fingerprints"]
     if others:
         listed = " and another ".join(_SHOWN.get(field, field) for field in others)
-        raise StoreMismatch(
-            f"{name} is there already, of another {listed}{_methods(found.manifest, asked)}: "
-            "remove it, or choose another --out."
+        made, wanted = (
+            " ".join([str(one["method"]), *(f"{k}={v}" for k, v in sorted(one.items()) if k != "method")])
+            for one in (found.manifest.prefill, asked.prefill)
         )
-
-
-def _methods(found: Manifest, asked: Manifest) -> str:
-    """Both prefills, where they differ."""
-    if found.prefill == asked.prefill:
-        return ""
-    made, wanted = (
-        " ".join([str(one["method"]), *(f"{k}={v}" for k, v in sorted(one.items()) if k != "method")])
-        for one in (found.prefill, asked.prefill)
-    )
-    return f" ({made}; asked for is {wanted})"
-
-
-class InFolder(Place):
-    """A path; the writer's own staging folder lies beside it."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self.path = path
-
-    def check(self) -> None:
-        refuse_existing(self.path)
-
-    def found(self) -> Found | None:
-        if not os.path.lexists(self.path):
-            return None
-        if not (self.path / ROOT).exists():
-            refuse_existing(self.path)
-        store = KVStore.open(self.path)
-        return Found(store.manifest, sum(store.cost().values()), list(store.documents))
-
-    @contextmanager
-    def opened(self) -> Iterator[Path]:
-        yield self.path
-
-    def deliver(self, progress: Progress) -> None:
-        """Nothing to do: it is there already."""
+        methods = "" if made == wanted else f" ({made}; asked for is {wanted})"
+        raise StoreMismatch(
+            f"{name} is there already, of another {listed}{methods}: remove it, or choose another --out."
+        )
 
 
 class InBucket(Place):
@@ -155,10 +127,11 @@ class InBucket(Place):
         self.path, self.pushed = self.folder / "store", self.folder / "pushed"
 
     def check(self) -> None:
-        bucket = Bucket(self.name)
+        bucket, seal = Bucket(self.name), self.path / SEAL
         if (self.folder / LOCK).exists():
             with locked(self.folder):
-                if self.pushed.exists() or (bucket.seal and bucket.seal == self._seal()):
+                sent = bucket.seal and seal.exists() and seal.read_bytes() == bucket.seal
+                if sent or self.pushed.exists():
                     self._remove()  # a kill left only this to do
         elif self.folder.is_dir() and not os.listdir(self.folder):
             self.folder.rmdir()  # or only the last step of it
@@ -173,8 +146,7 @@ class InBucket(Place):
             raise StoreForeign(
                 f"{self.name} holds no store that this release can read: choose another URL, or remove it."
             )
-        manifest = Manifest.from_json(header)
-        return Found(manifest, sum(bucket.objects(bucket.name).values()), None)
+        return Found(Manifest.from_json(header), sum(bucket.objects(bucket.name).values()), None)
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
@@ -185,10 +157,6 @@ class InBucket(Place):
         moved = push(self.path, self.name, progress=progress)
         self._remove()
         return moved
-
-    def _seal(self) -> bytes | None:
-        file = self.path / SEAL
-        return file.read_bytes() if file.exists() else None
 
     def _remove(self) -> None:
         """Remove the folder; rename the store first, so that the rest of a kill is not taken for one."""

@@ -57,7 +57,11 @@ class GPUBlocks:
         self._attended |= length > 0
         pending: deque[tuple[_Block, int]] = deque()
         for number, start in enumerate(range(0, length, BLOCK_TOKENS)):
-            pending.append(self._fetched(layer, number, min(BLOCK_TOKENS, length - start)))
+            rows = min(BLOCK_TOKENS, length - start)
+            block = self._kept[layer][number] if number < self.kept else self._recycled()
+            if block.rows < rows:
+                self._copy(layer, start, block, rows)
+            pending.append((block, rows))
             if len(pending) == AHEAD:
                 yield from self._lent(*pending.popleft(), dtype)
         while pending:
@@ -79,7 +83,6 @@ class GPUBlocks:
                 block.rows = here.stop - first
 
     def begin_pass(self) -> None:
-        """A chunk begins."""
         self._held = torch.cuda.memory_allocated(self._device)
 
     def grow(self, length: int) -> None:
@@ -93,8 +96,8 @@ class GPUBlocks:
         room, length = device_room(self._device) - self._pass_memory, min(length, self._needed)
         while (first := self.kept * BLOCK_TOKENS) < length:
             tokens = min(BLOCK_TOKENS, self._needed - first)
-            room -= len(self._layers) * sum(
-                tokens * own.row_bytes for kind in self._first_layer for own in kind
+            room -= (
+                len(self._layers) * tokens * sum(own.row_bytes for kind in self._first_layer for own in kind)
             )
             if room < 0:
                 return
@@ -104,13 +107,6 @@ class GPUBlocks:
                 return
             for layer, own in zip(self._layers, made, strict=True):
                 self._kept[layer].append(own)
-
-    def _fetched(self, layer: int, number: int, rows: int) -> tuple[_Block, int]:
-        """A block and how many rows of it are needed, which are on their way there."""
-        block = self._kept[layer][number] if number < self.kept else self._recycled()
-        if block.rows < rows:
-            self._copy(layer, number * BLOCK_TOKENS, block, rows)
-        return block, rows
 
     def _recycled(self) -> _Block:
         """An empty block: a new one, or the least recently used one where there are `AHEAD`."""

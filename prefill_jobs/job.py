@@ -70,11 +70,8 @@ class Settings:
     @property
     def stated(self) -> dict[str, object]:
         """The options without `chunk=auto`."""
-        return {
-            name: value
-            for name, value in self.options.items()
-            if name != "chunk" or str(value).strip() != AUTO
-        }
+        given = self.options.items()
+        return {name: value for name, value in given if (name, str(value).strip()) != ("chunk", AUTO)}
 
 
 @dataclass(frozen=True)
@@ -214,7 +211,7 @@ def make(loaded: LoadedModel, work: Work, place: Place, progress: Progress) -> P
     with place.opened() as path:
         written = destination_of(path).found()
         with memory_errors():
-            report = _write(loaded, work, path, progress) if written is None else _kept(written, work, path)
+            report = _kept(written, work, path) if written else _write(loaded, work, path, progress)
         pushed = place.deliver(progress)
     return replace(report, store=place.name, pushed=pushed)
 
@@ -284,23 +281,14 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
     began = time.perf_counter()
     with Peak() as peak, KVStoreWriter.open(out, work.manifest, work.tokens, work.documents) as writer:
         resumed_from = writer.done
-        progress("prefill", resumed_from, total)
-        prefill_chunks(
-            loaded, writer, work.tokens, work.method, lambda done: progress("prefill", done, total)
-        )
-        progress("publish", 0, 1)
+        prefill_chunks(loaded, writer, work.tokens, work.method, progress)
         writer.publish()
     seconds = time.perf_counter() - began
+    size, memory = sum(KVStore.open(out).cost().values()), max(peak.bytes, work.peak_memory)
+    speed = (total - resumed_from) / seconds
+    documents = len(work.documents)
     return PrefillReport(
-        store=out,
-        n_tokens=total,
-        documents=len(work.documents),
-        skipped=work.skipped,
-        resumed_from=resumed_from,
-        seconds=seconds,
-        tokens_per_second=(total - resumed_from) / seconds,
-        bytes=sum(KVStore.open(out).cost().values()),
-        peak_memory=max(peak.bytes, work.peak_memory),
+        out, total, documents, work.skipped, resumed_from, seconds, speed, bytes=size, peak_memory=memory
     )
 
 
@@ -308,14 +296,6 @@ def _kept(found: Found, work: Work, store: Path | str) -> PrefillReport:
     """The report of an existing store; `StoreMismatch` where it is of another corpus or other settings."""
     work = work.in_chunks_of(found.manifest.prefill)
     same_store(found, work.manifest, work.documents, str(store))
-    return PrefillReport(
-        store=store,
-        n_tokens=found.manifest.n_tokens,
-        documents=len(work.documents),
-        skipped=work.skipped,
-        resumed_from=found.manifest.n_tokens,
-        seconds=0.0,
-        tokens_per_second=0.0,
-        bytes=found.bytes,
-        peak_memory=own_memory(),
-    )
+    total = found.manifest.n_tokens
+    documents, memory = len(work.documents), own_memory()
+    return PrefillReport(store, total, documents, work.skipped, total, 0.0, 0.0, found.bytes, memory)

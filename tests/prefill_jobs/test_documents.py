@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.common.errors import CorpusError
-from offload_decode.prefill_jobs import documents
+from offload_decode.prefill_jobs import decoding
 from offload_decode.prefill_jobs.corpus import read_corpus
 from offload_decode.prefill_jobs.decoding import text_of
 
@@ -122,13 +122,13 @@ def test_entities_are_not_expanded() -> None:
 def test_a_document_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = with_part("word/media/zeros", bytes(1 << 20))
     assert len(bomb) < 1 << 17
-    monkeypatch.setattr(documents, "MAX_SIZE", 1 << 20)
+    monkeypatch.setattr(decoding, "MAX_SIZE", 1 << 20)
     with pytest.raises(CorpusError, match="unpacks to more than 1 MiB"):
         text_of("a.docx", bomb)
-    monkeypatch.setattr(documents, "MAX_SIZE", 10)
+    monkeypatch.setattr(decoding, "MAX_SIZE", 10)
     with pytest.raises(CorpusError, match="MiB of text"):
         text_of("a.pdf", pdf("longer than ten letters"))
-    monkeypatch.setattr(documents, "MAX_PAGES", 1)
+    monkeypatch.setattr(decoding, "MAX_PAGES", 1)
     with pytest.raises(CorpusError, match="more than 1 pages"):
         text_of("a.pdf", pdf("a", "b"))
 

@@ -17,8 +17,8 @@ from offload_decode.common.errors import StoreError
 from offload_decode.hf.compat import with_cache
 from offload_decode.kv.placement import RESERVE
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs import async_writer, chunks, gpu_blocks
-from offload_decode.prefill_jobs.async_writer import AsyncWriter
+from offload_decode.prefill_jobs import chunks, gpu_blocks
+from offload_decode.prefill_jobs.chunks import AsyncWriter
 from offload_decode.prefill_jobs.gpu_blocks import GPUBlocks
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.prefill_jobs.methods.dense import Dense
@@ -174,7 +174,7 @@ def test_readers_wait_for_rows_that_are_not_written_yet(tmp_path, monkeypatch):
         wait(self, given)
         asked.clear()
 
-    monkeypatch.setattr(async_writer, "QUEUED", 1000)
+    monkeypatch.setattr(chunks, "QUEUED", 1000)
     monkeypatch.setattr(AsyncWriter, "wait", waited)
     monkeypatch.setattr(KVStoreWriter, "append", lambda *given: (asked.wait(1), append(*given)))
     monkeypatch.setattr(GPUBlocks, "grow", lambda *_: None)
@@ -309,4 +309,4 @@ def test_few_writes_are_queued_and_their_order_is_kept(card):
         for number in range(20):
             output.submit(slow, rows.fill_(number) if number < 1 else rows + number)
     assert written == [[number] * 2 for number in map(float, range(20))]
-    assert max(waiting) == async_writer.QUEUED
+    assert max(waiting) == chunks.QUEUED
