@@ -70,8 +70,9 @@ def collect(
     on_this_machine(out)
     rules = folders.rules([folder], _metadata_pattern(folder, metadata))
 
-    from offload_decode.prefill_jobs.collect import Maker, read_metadata
     from offload_decode.prefill_jobs.collect import collect as run
+    from offload_decode.prefill_jobs.collect import read_metadata
+    from offload_decode.prefill_jobs.job import Maker
 
     settings = made.settings
     described = None if metadata is None else read_metadata(metadata)

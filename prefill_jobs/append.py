@@ -66,7 +66,6 @@ class AppendReport:
 
     @property
     def kept(self) -> bool:
-        """Whether the store had all documents already."""
         return not self.added
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
@@ -79,7 +79,10 @@ def _cache(loaded: LoadedModel, writer: KVStoreWriter, prefix: WrittenPrefix, to
         return [tensor_view(array)[None].to(loaded.device) for array in arrays]
 
     shape, positions = loaded.shape, loaded.lengths.held(writer.manifest.rope, total)
-    windows = {layer: tuple(batched(writer.window(layer))) for layer in shape.local_layers}
+    windows = {}
+    for layer in shape.local_layers:
+        keys, values = batched(writer.window(layer))
+        windows[layer] = keys, values
     states = {layer: batched(writer.states(layer) or ()) for layer in shape.state_layers}
     return PrefixCache.over(prefix, shape, windows, states=states, positions=positions)
 
@@ -154,15 +157,12 @@ class WrittenPrefix:
         """None: all of the chunk is attended to."""
 
     def keys(self, layer: int, head: int) -> Rows:
-        """The N keys of one KV head, as they are stored."""
         return Rows(self._written(self.writer.keys, layer, head))
 
     def values(self, layer: int, head: int) -> Rows:
-        """The N values of one KV head, as they are stored."""
         return Rows(self._written(self.writer.values, layer, head))
 
     def key_norms(self, layer: int, head: int) -> Tensor:
-        """Lengths of the keys, float32 `[N]` on the host."""
         return tensor_view(self._written(self.writer.key_norms, layer, head))
 
     def _written(self, read: Callable[[int, int], Any], layer: int, head: int) -> Any:
@@ -177,30 +177,25 @@ class WrittenPrefix:
 
     def _blocks(self, layer: int, chosen: Tensor | None, query: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values `[1, Hkv, S, …]` of the `chosen` tokens `[Hkv, k]` or of all, block by block."""
+        total = self.length if chosen is None else chosen.shape[1]
+        if not total:
+            return
+        # Fused attention on a GPU, and half-precision products on a CPU, need keys of the queries' dtype;
+        # everything else on a CPU is computed in float32.
+        kinds, stored = self._stored(layer), (self.keys(layer, 0).dtype, self.values(layer, 0).dtype)
+        dtype = query.dtype if query.is_cuda or serves_bf16(query, *stored) else torch.float32
         if chosen is not None:
             chosen = chosen.sort(dim=1).values  # nearly sequential reads
-        total = self.length if chosen is None else chosen.shape[1]
         for start in range(0, total, BLOCK_TOKENS):
             part = slice(start, min(start + BLOCK_TOKENS, total))
             parts = [part] * self.shape.kv_heads if chosen is None else list(chosen[:, part])
-            yield self._block(layer, parts, query)
-
-    def _block(self, layer: int, parts: Sequence[slice | Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[1, Hkv, S, …]` of a part of each KV head's tokens; latents are both."""
-        # Fused attention on a GPU, and half-precision products on a CPU, need keys of the queries' dtype;
-        # everything else on a CPU is computed in float32.
-        stored = self.keys(layer, 0).dtype, self.values(layer, 0).dtype
-        dtype = query.dtype if query.is_cuda or serves_bf16(query, *stored) else torch.float32
-
-        def stacked(read: Callable[[int, int], Rows]) -> Tensor:
-            rows = [read(layer, head).read(part, query.device, dtype) for head, part in enumerate(parts)]
-            return torch.stack(rows)[None]
-
-        keys = stacked(self.keys)
-        return keys, keys if self.shape.latent else stacked(self.values)
+            block = []
+            for kind in kinds:
+                rows = [one.read(own, query.device, dtype) for one, own in zip(kind, parts, strict=True)]
+                block.append(torch.stack(rows)[None])
+            yield block[0], block[-1]
 
     def _append(self, layer: int) -> None:
-        """Submit the layer's keys and values of this chunk, once."""
         if layer in self._appended:
             return
         self._appended.add(layer)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from offload_decode.collections.collection import Changing, Header, store_name
@@ -15,12 +14,11 @@ from offload_decode.collections.journal import Entry, Value, check_metadata
 from offload_decode.collections.words import WORDS, Words
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
-from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument, nothing_in
 from offload_decode.prefill_jobs.decoding import read_plain, text_of
 from offload_decode.prefill_jobs.destinations import Place
-from offload_decode.prefill_jobs.folders import EVERYTHING, File, Rules, Skipped, Walk, check_corpus, clean
-from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
+from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped, Walk, check_corpus, clean
+from offload_decode.prefill_jobs.job import Maker, make, prepare, settled
 from offload_decode.prefill_jobs.many import Watch
 from offload_decode.store.layout import ROOT
 
@@ -50,33 +48,10 @@ class CollectReport:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Maker:
-    """Makes the stores of a collection; the model is loaded before the first one."""
-
-    model: str
-    settings: Settings
-    device: str = "auto"
-    dtype: str = "auto"
-    weights: str = "auto"
-
-    @cached_property
-    def loaded(self) -> LoadedModel:
-        return load(self.model, self.device, self.dtype, self.weights)
-
-    @cached_property
-    def header(self) -> Header:
-        own = self.loaded
-        hashes = own.config_hash, own.weights_hash, own.tokenizer_hash
-        return Header(own.model_id, *hashes, own.dtype, own.weights, asdict(self.settings))
-
-    def check(self, changing: Changing) -> None:
-        """Raise `StoreMismatch` where the collection was made by another model or with other settings."""
-        if (stated := changing.header) is not None:
-            dtype = stated.dtype if self.dtype == "auto" else self.dtype
-            own = self.model, self.weights, asdict(self.settings), dtype
-            if own != (stated.model_id, stated.weights, stated.settings, stated.dtype):
-                changing.state(self.header)  # else its name is enough until it is loaded
+def _header(maker: Maker) -> Header:
+    own = maker.loaded
+    hashes = own.config_hash, own.weights_hash, own.tokenizer_hash
+    return Header(own.model_id, *hashes, own.dtype, own.weights, asdict(maker.settings))
 
 
 def collect(
@@ -106,20 +81,36 @@ def collect(
     files = sorted(walk.files())
     report = CollectReport()
     with Changing.at(out) as changing, Words(out / WORDS) as words:
-        maker.check(changing)
+        if (stated := changing.header) is not None:
+            dtype = stated.dtype if maker.dtype == "auto" else maker.dtype
+            own = maker.model, maker.weights, asdict(maker.settings), dtype
+            if own != (stated.model_id, stated.weights, stated.settings, stated.dtype):
+                changing.state(_header(maker))  # else its name is enough until it is loaded
         collecting = _Collecting(changing, words, maker, metadata, report, progress)
         unread = [one for one in walk.skipped if one.unread]
         if files and not drop:
-            collecting.check_gone({clean(file.name) for file in files}, unread)
-        for number, file in enumerate(files):
+            gone = collecting.gone({clean(name) for name, _ in files}, unread)
+            if 2 * len(gone) > (there := len(changing.journal.entries)):
+                raise ConfigError(
+                    f"{len(gone):,} of the {there:,} documents of {out} are not among those to read now, "
+                    f"such as {gone[0]}, and would be dropped: read what you read before, or give --drop"
+                )
+        for number, (name, path) in enumerate(files):
             changing.journal.make_room()
-            collecting.take(file, number, len(files), rules.follow_links)
+            progress("collect", number, len(files), clean(name))
+            collecting.take(name, path, number, len(files), rules.follow_links)
         report.failed += sorted(unread)
         report.skipped = sorted(one for one in walk.skipped if not one.unread)
         if not collecting.seen:
             raise CorpusError(nothing_in(Path(folder), [*report.failed, *report.skipped]))
-        collecting.tidy()
+        # A document that could not be read is not gone: it may be there tomorrow.
+        report.gone = collecting.gone(collecting.seen, report.failed)
+        changing.journal.drop(report.gone)
+        changing.journal.compact()
         entries = changing.journal.entries
+        wanted = {entry.store for entry in entries.values()}
+        changing.sweep({*collecting.seen.values(), *wanted})
+        words.keep(wanted)
         report.documents = len(entries)
         report.tokens = sum(entry.tokens for entry in entries.values())
         report.unknown = sorted(set(metadata or ()) - set(entries))
@@ -139,19 +130,17 @@ class _Collecting:
     progress: Watch
     seen: dict[str, str] = field(default_factory=dict)
 
-    def take(self, file: File, number: int, total: int, follow: bool) -> None:
-        """Make the collection hold one document as it is now."""
-        name = clean(file.name)
-        self.progress("collect", number, total, name)
+    def take(self, file: str, path: str, number: int, total: int, follow: bool) -> None:
+        name = clean(file)
         try:
             if name in self.seen:
                 raise CorpusError("another document has that name")
-            data = read_plain(file.path, follow)
+            data = read_plain(path, follow)
             sha256 = hashlib.sha256(data).hexdigest()
             store, entry = store_name(name, sha256), self.changing.journal.entries.get(name)
             if entry and (entry.store != store or not (self.changing.store(store) / ROOT).exists()):
                 entry = None
-            text = "" if entry and store in self.words else text_of(file.name, data)
+            text = "" if entry and store in self.words else text_of(file, data)
             self.seen[name] = store
             if entry is None:
                 entry = self._made(TextDocument(name, text), sha256, number, total)
@@ -169,29 +158,7 @@ class _Collecting:
         except OSError as error:
             self.report.failed.append(Skipped(name, error.strerror or str(error)))
 
-    def tidy(self) -> None:
-        """Drop documents that are gone, and stores that no document has. A document that could not be read is
-        not gone: it may be there tomorrow.
-        """
-        journal = self.changing.journal
-        self.report.gone = self._gone(self.seen, self.report.failed)
-        journal.drop(self.report.gone)
-        journal.compact()
-        wanted = {*self.seen.values(), *(entry.store for entry in journal.entries.values())}
-        self.changing.sweep(wanted)
-        self.words.keep({entry.store for entry in journal.entries.values()})
-
-    def check_gone(self, found: Collection[str], unread: Iterable[Skipped]) -> None:
-        """`ConfigError` where most documents of the collection were not `found`."""
-        gone, there = self._gone(found, unread), len(self.changing.journal.entries)
-        if 2 * len(gone) > there:
-            raise ConfigError(
-                f"{len(gone):,} of the {there:,} documents of {self.changing.path} are not among those to "
-                f"read now, such as {gone[0]}, and would be dropped: read what you read before, or give "
-                "--drop"
-            )
-
-    def _gone(self, found: Collection[str], unread: Iterable[Skipped]) -> list[str]:
+    def gone(self, found: Collection[str], unread: Iterable[Skipped]) -> list[str]:
         unreadable = {one.name for one in unread}
         missing = [name for name in self.changing.journal.entries if name not in found]
         return sorted(
@@ -199,7 +166,7 @@ class _Collecting:
         )
 
     def _made(self, document: TextDocument, sha256: str, number: int, total: int) -> Entry:
-        self.changing.state(self.maker.header)
+        self.changing.state(_header(self.maker))
         name = store_name(document.name, sha256)
         loaded, place = self.maker.loaded, Place(self.changing.store(name))
 

@@ -44,9 +44,21 @@ def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocume
         return [_read_alone("stdin", "standard input", lambda: read_bounded(sys.stdin.buffer))], []
     check_corpus(corpus)
     path = Path(corpus)
-    if path.is_dir():
-        return _read_folder(path, rules)
-    return [_read_alone(clean(path.name), corpus, lambda: read_plain(corpus, follow=True))], []
+    if not path.is_dir():
+        return [_read_alone(clean(path.name), corpus, lambda: read_plain(corpus, follow=True))], []
+    documents: list[TextDocument] = []
+    walk = Walk(path, rules)
+    for name, file in sorted(walk.files()):
+        try:
+            documents.append(TextDocument(clean(name), text_of(name, read_plain(file, rules.follow_links))))
+        except CorpusError as error:
+            walk.skip(name, str(error))
+        except OSError as error:
+            walk.skip(name, error.strerror or str(error))
+    skipped = sorted(walk.skipped)
+    if not documents:
+        raise CorpusError(nothing_in(path, skipped))
+    return documents, skipped
 
 
 def encode_corpus(
@@ -96,24 +108,7 @@ def _read_alone(name: str, shown: str, read: Callable[[], bytes]) -> TextDocumen
         raise CorpusError(f"{shown} cannot be read: {error.strerror}") from error
 
 
-def _read_folder(folder: Path, rules: Rules) -> tuple[list[TextDocument], list[Skipped]]:
-    documents: list[TextDocument] = []
-    walk = Walk(folder, rules)
-    for name, path in sorted(walk.files()):
-        try:
-            documents.append(TextDocument(clean(name), text_of(name, read_plain(path, rules.follow_links))))
-        except CorpusError as error:
-            walk.skip(name, str(error))
-        except OSError as error:
-            walk.skip(name, error.strerror or str(error))
-    skipped = sorted(walk.skipped)
-    if not documents:
-        raise CorpusError(nothing_in(folder, skipped))
-    return documents, skipped
-
-
 def nothing_in(folder: Path, skipped: Sequence[Skipped]) -> str:
-    """The message for a folder that gave no document."""
     nothing = f"there is nothing to read in {folder}:"
     if not skipped:
         return f"{nothing} it has no files; give a folder with text files"

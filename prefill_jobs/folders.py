@@ -43,9 +43,7 @@ class Skipped(NamedTuple):
     @property
     def unread(self) -> bool:
         """Whether it may be an unreadable document or folder of documents."""
-        return not (
-            self.reason in LEFT_OUT or self.reason in NO_DOCUMENT or self.reason.startswith(f"{LINK} to")
-        )
+        return self.reason not in LEFT_OUT + NO_DOCUMENT and not self.reason.startswith(f"{LINK} to")
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,6 @@ class Rules:
 EVERYTHING = Rules()
 
 
-class File(NamedTuple):
-    """A file to read: its name below the corpus, with `/`, and its path."""
-
-    name: str
-    path: str
-
-
 class _Entry(NamedTuple):
     """A file, or a folder, whose name ends with a `/` (empty for the corpus); and the `.gitignore` files
     above it, each with the name of its folder.
@@ -93,25 +84,29 @@ class Walk:
 
     def __init__(self, folder: Path, rules: Rules) -> None:
         self.skipped: list[Skipped] = []
-        self._rules = rules
-        self._globs = _patterns(rules.globs)
-        self._excludes = _patterns(rules.excludes)
+        self._rules, self._globs, self._excludes = rules, _patterns(rules.globs), _patterns(rules.excludes)
         self._todo = deque([_Entry("", str(folder), ())])
         self._links: deque[_Entry] = deque()
         self._seen = {_identity(os.stat(folder))}
 
-    def files(self) -> Iterator[File]:
-        """The files, in no particular order."""
+    def files(self) -> Iterator[tuple[str, str]]:
+        """The files, in no particular order: the name of each below the corpus, with `/`, and its path."""
         while self._todo or self._links:
             if self._todo:
                 yield from self._enter(self._todo.popleft())
+                continue
+            link = self._links.popleft()
+            try:
+                found = os.stat(link.path)
+            except OSError:
+                self.skip(link.name, f"{LINK} that leads nowhere")
             else:
-                yield from self._follow(self._links.popleft())
+                yield from self._take(link, found)
 
     def skip(self, name: str, reason: str) -> None:
         self.skipped.append(Skipped(clean(name), reason))
 
-    def _enter(self, here: _Entry) -> Iterator[File]:
+    def _enter(self, here: _Entry) -> Iterator[tuple[str, str]]:
         try:
             names = sorted(os.listdir(here.path))
             ignores = (*here.ignores, *self._own_ignores(here)) if _IGNORES in names else here.ignores
@@ -126,7 +121,7 @@ class Walk:
                 except OSError as error:
                     self.skip(entry.name, error.strerror or str(error))
 
-    def _take(self, entry: _Entry, found: os.stat_result) -> Iterator[File]:
+    def _take(self, entry: _Entry, found: os.stat_result) -> Iterator[tuple[str, str]]:
         folder = stat.S_ISDIR(found.st_mode)
         if folder and os.path.basename(entry.name) in _CACHES:
             return
@@ -144,7 +139,7 @@ class Walk:
             if folder:
                 self._todo.append(entry._replace(name=f"{entry.name}/"))
             else:
-                yield File(entry.name, entry.path)
+                yield entry.name, entry.path
 
     def _no_document(self, path: Path, found: os.stat_result) -> str | None:
         """One of `NO_DOCUMENT`, or None."""
@@ -157,14 +152,6 @@ class Walk:
         elif not stat.S_ISREG(found.st_mode):  # reading a pipe would block
             return irregular
         return duplicate if self._rules.follow_links and _identity(found) in self._seen else None
-
-    def _follow(self, link: _Entry) -> Iterator[File]:
-        try:
-            found = os.stat(link.path)
-        except OSError:
-            self.skip(link.name, f"{LINK} that leads nowhere")
-        else:
-            yield from self._take(link, found)
 
     def _left_out(self, entry: _Entry, folder: bool) -> str | None:
         """One of `LEFT_OUT`, or None."""
@@ -201,9 +188,8 @@ def check_corpus(corpus: str) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError as error:
-        raise CorpusError(
-            f"there is no corpus at {corpus}: give a file, a folder, or - for standard input"
-        ) from error
+        way_out = "give a file, a folder, or - for standard input"
+        raise CorpusError(f"there is no corpus at {corpus}: {way_out}") from error
     except (OSError, ValueError) as error:
         raise CorpusError(f"{corpus} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     real = Path(os.path.realpath(path))
@@ -212,9 +198,8 @@ def check_corpus(corpus: str) -> None:
     if is_collection(real):
         raise CorpusError(f"{path} is a collection of stores: give the texts that it was made of")
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        raise CorpusError(
-            f"{corpus} is not a regular file: give a file, a folder, or - and its text on standard input"
-        )
+        way_out = "give a file, a folder, or - and its text on standard input"
+        raise CorpusError(f"{corpus} is not a regular file: {way_out}")
 
 
 def is_store(folder: Path) -> bool:

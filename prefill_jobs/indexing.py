@@ -87,41 +87,34 @@ def build_indexes(
     folder, staging = kind_folder(opened.path, kind), staging_folder(opened.path, kind)
     records: list[RecallRecord | None] = []
     kept: list[Path] = []
-    staged = built = 0
+    built = 0
     progress("index", 0, len(heads))
-    with _writing(folder), alone(indexes_folder(opened.path)):
-        for done, (layer, head) in enumerate(heads, start=1):
-            index = tuned(_saved(chosen, opened, folder, layer, head))
-            if index is not None:
-                kept.append(index_path(folder, layer, head))
-            else:
-                index = tuned(_saved(chosen, opened, staging, layer, head))
-                staged += 1
-            if index is None:
-                keys, queries = opened.keys(layer, head), opened.queries(layer, head)
-                digest = opened.digest(layer, head)
-                index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
-                index.save(index_path(staging, layer, head))
-                built += 1
-            records.append(index.recall)
-            progress("index", done, len(heads))
-        if staged:
-            publish(staging, folder, kept)
-        else:
-            files.remove(staging)
-        _remove_old(folder)
-    return _report(kind, folder, records, built, began)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """IndexNotWritten for errors of the file system."""
     try:
-        yield
+        with alone(indexes_folder(opened.path)):
+            for done, (layer, head) in enumerate(heads, start=1):
+                index = tuned(_saved(chosen, opened, folder, layer, head))
+                if index is not None:
+                    kept.append(index_path(folder, layer, head))
+                else:
+                    index = tuned(_saved(chosen, opened, staging, layer, head))
+                if index is None:
+                    keys, queries = opened.keys(layer, head), opened.queries(layer, head)
+                    digest = opened.digest(layer, head)
+                    index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
+                    index.save(index_path(staging, layer, head))
+                    built += 1
+                records.append(index.recall)
+                progress("index", done, len(heads))
+            if len(kept) < len(heads):
+                publish(staging, folder, kept)
+            else:
+                files.remove(staging)
+            _remove_old(folder)
     except OSError as error:
         raise IndexNotWritten(
             f"{folder} cannot be written ({error.strerror}): mend this, and run the same command to go on."
         ) from error
+    return _report(kind, folder, records, built, began)
 
 
 def check_target(recall: float, k: int) -> None:

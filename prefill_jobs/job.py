@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,21 @@ class Settings:
         """The options without `chunk=auto`."""
         given = self.options.items()
         return {name: value for name, value in given if (name, str(value).strip()) != ("chunk", AUTO)}
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes stores, by a model that is loaded before the first one, as `models.loading.load` does."""
+
+    model: str
+    settings: Settings
+    device: str = "auto"
+    dtype: str = "auto"
+    weights: str = "auto"
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return load(self.model, self.device, self.dtype, self.weights)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -54,20 +53,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a corpus."""
-
     job: Job
     documents: list[TextDocument]
     skipped: tuple[Skipped, ...]
 
     @property
     def store(self) -> str:
-        """The path or URL of its store."""
         return self.job.store
 
     @property
     def characters(self) -> int:
-        """The length of all texts."""
         return sum(len(document.text) for document in self.documents)
 
 
@@ -97,18 +92,13 @@ def jobs_of(corpora: Sequence[str], out: str) -> list[Job]:
     for corpus in corpora:
         name = _name(corpus) + SUFFIX
         if name in named:
-            raise ConfigError(
-                f"{named[name]} and {corpus} would both become {name}: prefill them to different folders"
-            )
+            both = f"{named[name]} and {corpus}"
+            raise ConfigError(f"{both} would both become {name}: prefill them to different folders")
         named[name] = corpus
-    escaped = out.startswith("file:")
-    return [
-        Job(
-            corpus,
-            f"{out.rstrip('/')}/{quote(name) if escaped else name}" if is_url else str(Path(out, name)),
-        )
-        for name, corpus in named.items()
-    ]
+    if not is_url:
+        return [Job(corpus, str(Path(out, name))) for name, corpus in named.items()]
+    escape = quote if out.startswith("file:") else str
+    return [Job(corpus, f"{out.rstrip('/')}/{escape(name)}") for name, corpus in named.items()]
 
 
 def prefill_many(
@@ -203,34 +193,25 @@ def kept(path: Path, make: Callable[[], object], kinds: Iterable[str] = ()) -> K
     Waits, with a warning, for another process that is making it; where that is killed, this one continues its
     work.
     """
-
-    def made() -> None:
-        if not path.exists():
-            try:
-                make()
-            except StoreExists:
-                if not path.exists():  # else another process was faster
-                    raise
-
-    _retry_busy(made, path, path.exists)
-    for kind in kinds:
-        _retry_busy(partial(build_indexes, path, kind), path, lambda: True)
-    return KVStore.open(path)
-
-
-def _retry_busy(work: Callable[[], object], path: Path, done: Callable[[], bool]) -> None:
     while True:
+        there = path.exists()
         try:
-            work()
-            return
+            if not there:
+                make()
+            for kind in kinds:
+                build_indexes(path, kind)
+            return KVStore.open(path)
+        except StoreExists:
+            if there or not path.exists():  # else another process was faster
+                raise
         except StoreBusy:
             if path.parent not in _WARNED:
                 _WARNED.add(path.parent)
                 text = (
                     f"Another process makes stores in {path.parent}: this one waits for those that both need."
                 )
-                warnings.warn(OffloadDecodeWarning(text), stacklevel=3)
-        until = time.monotonic() + TRY_S
-        time.sleep(LOOK_S)
-        while not done() and time.monotonic() < until:
+                warnings.warn(OffloadDecodeWarning(text), stacklevel=2)
+            until = time.monotonic() + TRY_S
             time.sleep(LOOK_S)
+            while not there and not path.exists() and time.monotonic() < until:
+                time.sleep(LOOK_S)

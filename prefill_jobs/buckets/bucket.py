@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from offload_decode.common.errors import (
@@ -52,14 +52,7 @@ _SCHEMES = ("s3", "gs", "file")
 _ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}  # what messages name
 _PREFIX = {"s3": "AWS_", "gs": "GOOGLE_"}  # of a service's environment variables
 _ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "gs": ("GOOGLE_BASE_URL",)}
-_HTTP = [
-    "allow_http",
-    "allow_invalid_certificates",
-    "connect_timeout",
-    "timeout",
-    "proxy_url",
-    "user_agent",
-]
+_HTTP = "allow_http", "allow_invalid_certificates", "connect_timeout", "timeout", "proxy_url", "user_agent"
 _SHA256 = "sha256"
 _CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}
 # Patterns in obstore's messages, in the order of the search.
@@ -116,13 +109,11 @@ class Bucket:
         return {entry["path"][len(folder) + 1 :]: entry["size"] for entry in found}
 
     def folders(self, folder: str) -> list[str]:
-        """The folders directly below `folder`."""
         with self._errors():
             found: list[str] = self._obstore.list_with_delimiter(self._store, folder)["common_prefixes"]
             return sorted(found)
 
     def found(self, key: str) -> Found | None:
-        """Size and version of an object; None where there is none."""
         head = self._answer(key, lambda: self._obstore.head(self._store, key))
         return head and Found(head["size"], head["e_tag"] or str(head["last_modified"]))
 
@@ -139,19 +130,15 @@ class Bucket:
 
         return self._answer(key, get)
 
-    def parts(self, key: str, size: int) -> Iterator[memoryview]:
-        """The bytes of an object of `size` bytes, part by part."""
-        for start in range(0, size, PART):
-            end = min(start + PART, size)
-            with self._errors():
-                self._check_plain(key)
-                yield memoryview(self._obstore.get_range(self._store, key, start=start, end=end))
-
     def fetch(self, key: str, size: int, path: Path, seen: Callable[[int], None]) -> str:
         """Write the bytes of an object to a file: their hex SHA-256. `seen` gets the size of each part."""
         digest = hashlib.sha256()
         with open(path, "wb") as file:
-            for part in self.parts(key, size):
+            for start in range(0, size, PART):
+                with self._errors():
+                    self._check_plain(key)
+                    end = min(start + PART, size)
+                    part = memoryview(self._obstore.get_range(self._store, key, start=start, end=end))
                 digest.update(part)
                 file.write(part)
                 seen(len(part))
@@ -176,7 +163,6 @@ class Bucket:
             return True
 
     def remove(self, key: str) -> None:
-        """Remove an object, if it is there."""
         self._answer(key, lambda: self._obstore.delete(self._store, key))
 
     def digest(self, key: str) -> str | None:
@@ -192,13 +178,12 @@ class Bucket:
         return self._answer(key, digest)
 
     def _answer(self, key: str, ask: Callable[[], T]) -> T | None:
-        """What `ask` says of an object; None where there is none."""
         with self._errors():
             self._check_plain(key)
             try:
                 return ask()
             except FileNotFoundError as error:
-                if _no_bucket(error):
+                if _NO_BUCKET in str(error):  # it is the bucket itself that was not found
                     raise
                 return None
 
@@ -210,8 +195,7 @@ class Bucket:
 
     def _connect(self, scheme: str, host: str, hurried: bool) -> ObjectStore:
         if scheme == "file":
-            local: ObjectStore = self._obstore.store.LocalStore("/")
-            return local
+            return cast("ObjectStore", self._obstore.store.LocalStore("/"))
         # obstore's default of 30 s a request is too short for a part on a slow line.
         options: dict[str, Any] = {"timeout": timedelta(minutes=5)}
         for name in _HTTP:
@@ -223,10 +207,8 @@ class Bucket:
         if hurried:
             options["timeout"] = timedelta(seconds=10)
             retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
-        opened: ObjectStore = self._obstore.store.from_url(
-            f"{scheme}://{host}", client_options=options, retry_config=retries
-        )
-        return opened
+        given = {"client_options": options, "retry_config": retries}
+        return cast("ObjectStore", self._obstore.store.from_url(f"{scheme}://{host}", **given))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -296,12 +278,8 @@ def _parse(url: str) -> tuple[str, str, str]:
 def is_plain(path: str) -> bool:
     """Whether `path` only leads downwards."""
     parts = path.split("/")
-    return (
-        path.isprintable()
-        and "\\" not in path
-        and not {"", ".", ".."} & {*parts}
-        and (str(PurePosixPath(path)) == path)
-    )
+    printable = path.isprintable() and "\\" not in path
+    return printable and not {"", ".", ".."} & {*parts} and str(PurePosixPath(path)) == path
 
 
 def _loopback(scheme: str) -> bool:
@@ -330,17 +308,12 @@ def _obstore() -> Any:
         ) from error
 
 
-def _no_bucket(error: BaseException) -> bool:
-    """Whether what was not found is the bucket itself."""
-    return _NO_BUCKET in str(error)
-
-
 def _sentence(url: str, error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     scheme = url.partition("://")[0]
     found = re.search(r"<Code>(\w+)</Code>", text) or re.search(r"status code: (\d+)", text)
     code = f" ({found[1]})" if found else ""
-    if _no_bucket(error):
+    if _NO_BUCKET in text:
         return f"There is no bucket for {url}: create it first, or mend the URL."
     credentials, endpoint, prefix = (names.get(scheme, "") for names in (_CREDENTIALS, _ENDPOINT, _PREFIX))
     if re.search("[Rr]edirect", text):
@@ -368,7 +341,6 @@ def _sentence(url: str, error: BaseException) -> str:
 
 
 def _errno(error: BaseException, text: str) -> int | None:
-    """The error number of a file system, in the error or in its text."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     found = None if "HttpError" in text else re.search(r"\(os error (\d+)\)", text)

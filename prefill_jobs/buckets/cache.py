@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from offload_decode.common import files
 from offload_decode.common.errors import DoesNotFit
@@ -37,13 +37,11 @@ _ENTRY = re.compile(r"[0-9a-f]{32}")
 
 
 def user_cache() -> Path:
-    """The folder of this project in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "offload-decode"
 
 
 def name_of(key: str) -> str:
-    """The name of a key's entry in a cache."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
@@ -53,9 +51,7 @@ class Cache:
     """
 
     def __init__(self, folder: Path, limit: int, patience: float = 0.0):
-        self.folder = folder
-        self.limit = limit
-        self.patience = patience
+        self.folder, self.limit, self.patience = folder, limit, patience
 
     def names(self) -> frozenset[str]:
         """The names (`name_of`) of what is here now."""
@@ -107,29 +103,24 @@ class Cache:
         """
         with open(self.folder / _LOCK, "ab") as alone:
             lock(alone.fileno(), wait=True)
-            others = sorted(other for other in self._entries() if other.path != entry)
-            total = size + sum(other.bytes for other in others)
-            for other in others:
-                if may_fit and total > self.limit and _dropped(other.path):
-                    total -= other.bytes
+            others = sorted(other for other in self._entries() if other[2] != entry)
+            total = size + sum(taken for _, taken, _ in others)
+            for _, taken, path in others:
+                if may_fit and total > self.limit and _dropped(path):
+                    total -= taken
             if total <= self.limit:
                 files.write(entry / _BYTES, str(size).encode())
             return total
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """The time of the last use, the bytes and the path of each."""
         for found in os.scandir(self.folder):
             if found.name.endswith(_GONE):  # a killed process left it
                 shutil.rmtree(found.path)
             elif _ENTRY.fullmatch(found.name):
                 path = Path(found.path)
                 with suppress(FileNotFoundError):  # it is being made
-                    yield _Entry(os.stat(path / _LOCK).st_mtime, _bytes_of(path), path)
-
-
-class _Entry(NamedTuple):
-    used: float
-    bytes: int
-    path: Path
+                    yield os.stat(path / _LOCK).st_mtime, _bytes_of(path), path
 
 
 def _bytes_of(entry: Path) -> int:

@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from offload_decode.kv.indexes import kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
 from offload_decode.prefill_jobs.buckets.cache import Cache, name_of, user_cache
 from offload_decode.prefill_jobs.buckets.pull import check_room, pull, pulling_path
-from offload_decode.prefill_jobs.buckets.push import claimed, push, send
+from offload_decode.prefill_jobs.buckets.push import claimed, push, send, taken
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, checked, in_parallel
 from offload_decode.store.files import SEAL
 from offload_decode.store.layout import COLLECTION as HEADER
@@ -68,7 +68,6 @@ class Moved:
     seconds: float = 0.0
 
     def add(self, store: Transfer) -> None:
-        """Count a store."""
         self.moved += 1
         self.files += store.files
         self.bytes += store.bytes
@@ -87,16 +86,25 @@ def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -
     with Changing.at(path) as changing:
         entries = sorted(changing.journal.entries.values())
         stores = {entry.store: changing.store(entry.store) for entry in entries}
-        _complete_words(path, entries)
+        there = (path / WORDS).exists()
+        if there:  # opening them rolls back what a killed process left
+            with Words(path / WORDS) as words:
+                there = all(entry.store in words for entry in entries)
+        if not there:
+            raise StoreIncomplete(f"Words of the collection {path} are missing: collect again, then push.")
         bucket = Bucket(url)
-        if not drop:
-            _check_dropped(bucket, stores)
+        before = 0 if drop else len(_stores(bucket))
+        if 2 * len(stores) < before:
+            raise ConfigError(
+                f"{before:,} documents lie at {bucket.url}, and this collection has {len(stores):,}: give "
+                "--drop if the others shall be removed there, or collect them first"
+            )
         with _claimed(bucket, path):
-            there = _whole(bucket, stores)
+            whole = _whole(bucket, stores)
             for number, entry in enumerate(entries):
                 progress("push documents", number, len(entries), entry.name)
                 store = stores[entry.store]
-                same = entry.store in there and not kind_folders(store)
+                same = entry.store in whole and not kind_folders(store)
                 sent = None if same else _push_store(bucket, entry.store, store)
                 if sent is not None and sent.files:
                     moved.add(sent)
@@ -130,10 +138,8 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
         header = root / HEADER
         if header.exists() and header.read_bytes() != bucket.read(f"{bucket.name}/{HEADER}"):
             shutil.rmtree(root)  # of another model, whose stores have the same names
-        files.make_folders(root)
         check_room(partial, sum(found.size for found in lists.values()))
-        for name in lists:
-            fetch_list(bucket, lists[name], name, root)
+        fetch_lists(bucket, lists, root)
         collection = Collection(root)
         for number, entry in enumerate(collection.entries):
             progress("pull documents", number, len(collection.entries), entry.name)
@@ -151,16 +157,6 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
     return moved
 
 
-def _complete_words(path: Path, entries: Sequence[Entry]) -> None:
-    """`StoreIncomplete` where words are missing; opening rolls back what a killed process left."""
-    there = (path / WORDS).exists()
-    if there:
-        with Words(path / WORDS) as words:
-            there = all(entry.store in words for entry in entries)
-    if not there:
-        raise StoreIncomplete(f"Words of the collection {path} are missing: collect again, then push.")
-
-
 @contextmanager
 def _claimed(bucket: Bucket, path: Path) -> Iterator[None]:
     """Hold the URL for the collection at `path`, and put its header. An interrupted push leaves its claim for
@@ -172,9 +168,7 @@ def _claimed(bucket: Bucket, path: Path) -> Iterator[None]:
     ours, there = (path / HEADER).read_bytes(), bucket.read(header)
     if there is None and bucket.objects(bucket.name).keys() - {CLAIM}:
         bucket.remove(claim)
-        raise StoreExists(
-            f"{bucket.url} holds something else than a collection: choose another URL, or remove it first."
-        )
+        raise taken(bucket, "a collection")
     if there not in (None, ours):
         bucket.remove(claim)
         raise StoreMismatch(
@@ -224,16 +218,6 @@ def _stores(bucket: Bucket) -> set[str]:
     }
 
 
-def _check_dropped(bucket: Bucket, wanted: Mapping[str, Path]) -> None:
-    """`ConfigError` where there are more than twice as many stores as are `wanted`."""
-    there = len(_stores(bucket))
-    if 2 * len(wanted) < there:
-        raise ConfigError(
-            f"{there:,} documents lie at {bucket.url}, and this collection has {len(wanted):,}: give --drop "
-            "if the others shall be removed there, or collect them first"
-        )
-
-
 def _remove_store(bucket: Bucket, name: str) -> None:
     def remove(item: Item, meter: Meter) -> bool:
         meter.add(0)  # raises where another thread has failed
@@ -267,20 +251,21 @@ def lists_at(bucket: Bucket) -> dict[str, Found]:
     return there
 
 
-def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
-    """Fetch one list into a folder. Raises `BucketError` where its checksum does not match."""
-    key = f"{bucket.name}/{name}"
-    with files.replacing(folder / name) as beside:
-        digest = bucket.fetch(key, found.size, beside, lambda size: None)
-        if bucket.digest(key) not in (None, digest):
-            raise BucketError(
-                f"{name} of {bucket.url} is not what its checksum says: run it again, as it may have been "
-                "pushed meanwhile, or else push it again."
-            )
+def fetch_lists(bucket: Bucket, lists: dict[str, Found], folder: Path) -> None:
+    """Fetch the lists into a folder. Raises `BucketError` where a checksum does not match."""
+    files.make_folders(folder)
+    for name, found in lists.items():
+        key = f"{bucket.name}/{name}"
+        with files.replacing(folder / name) as beside:
+            digest = bucket.fetch(key, found.size, beside, lambda size: None)
+            if bucket.digest(key) not in (None, digest):
+                raise BucketError(
+                    f"{name} of {bucket.url} is not what its checksum says: run it again, as it may have "
+                    "been pushed meanwhile, or else push it again."
+                )
 
 
 def cache_of(limit: int, patience: float = 0.0) -> Cache:
-    """This machine's cache of what it fetched."""
     return Cache(user_cache() / "fetched", limit, patience)
 
 
@@ -299,7 +284,6 @@ class RemoteStores:
         Bucket(self.url)
 
     def cache(self, patience: float = 0.0) -> Cache:
-        """This machine's cache; `patience` as there."""
         return cache_of(self.limit, patience)
 
     def name(self, store: str) -> str:
@@ -347,9 +331,7 @@ class RemoteCollection(Collection):
         def fill(path: Path, admit: Callable[[int], None]) -> None:
             admit(sum(found.size for found in lists.values()))
             partial = path.with_suffix(".partial")
-            files.make_folders(partial)
-            for name, found in lists.items():
-                fetch_list(bucket, found, name, partial)
+            fetch_lists(bucket, lists, partial)
             files.rename(partial, path)
 
         with cache_of(limit).holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:

@@ -38,7 +38,6 @@ PARTS = "parts"
 
 
 def pulling_path(path: Path) -> Path:
-    """Where the store at `path` is pulled to until it is complete."""
     return path.with_name(path.name + ".pulling")
 
 
@@ -79,12 +78,25 @@ def pull(
         items = _items(bucket, bucket.name, root, sums)
         items += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
         admit(size_of(items))
-        _clear(partial, {item.path for item in items})
+        files.remove(partial / PARTS)
+        (partial / PARTS).mkdir()
+        wanted = {item.path for item in items}
+        for folder, _, names in os.walk(root):  # the pull may have been begun for another store
+            for path_left in {Path(folder, name) for name in names} - wanted:
+                path_left.unlink()
         there = _there(items, progress)
         check_room(partial, size_of(items) - size_of(there))
 
         def fetch(item: Item, meter: Meter) -> bool:
-            return not _fetch(bucket, item, partial / PARTS, meter)
+            """Fetch one object to its place; whether its checksum is wrong."""
+            part_file = partial / PARTS / hashlib.sha256(item.key.encode()).hexdigest()
+            if bucket.fetch(item.key, item.size, part_file, meter.add) != item.sha256:
+                part_file.unlink()
+                return True
+            item.path.parent.mkdir(parents=True, exist_ok=True)
+            files.sync_files([part_file])
+            files.rename(part_file, item.path)
+            return False
 
         fetched, damaged = move(items, there, fetch, "pull", progress)
         if damaged:
@@ -92,7 +104,12 @@ def pull(
         files.write(root / SUMS, listed)
         files.write(root / SEAL, bucket.seal or b"")
         KVStore.open(root)
-        _publish(partial, root, path)
+        for top in (root, indexes_folder(path)):
+            files.sync_folders(folder for folder, _, _ in os.walk(top))
+        refuse_existing(path)
+        files.rename(root, path)
+        shutil.rmtree(partial / PARTS)
+        shutil.rmtree(partial)  # the lock is the last to go: it marks what is left as a pull's
     return replace(fetched, seconds=time.perf_counter() - began)
 
 
@@ -109,16 +126,6 @@ def _damaged(bucket: Bucket, keys: list[str], what: str) -> StoreDamaged:
         f"{bucket.url} is damaged: {listed}; remove these objects, push the store again, "
         "and pull again to go on."
     )
-
-
-def _clear(partial: Path, wanted: set[Path]) -> None:
-    """Remove what cannot belong to the store: the pull may have been begun for another."""
-    files.remove(partial / PARTS)
-    (partial / PARTS).mkdir()
-    for folder, _, names in os.walk(partial / STORE):
-        for name in names:
-            if (path := Path(folder, name)) not in wanted:
-                path.unlink()
 
 
 def _there(items: list[Item], progress: Progress) -> set[Item]:
@@ -152,25 +159,3 @@ def check_room(partial: Path, needed: int) -> None:
             f"{partial} needs {needed / 1e9:,.2f} GB more and the disk has {free / 1e9:,.2f} GB free: "
             "free some space and run the same pull again."
         )
-
-
-def _fetch(bucket: Bucket, item: Item, parts: Path, meter: Meter) -> bool:
-    """Fetch one object to its place; whether its checksum matches."""
-    part_file = parts / hashlib.sha256(item.key.encode()).hexdigest()
-    if bucket.fetch(item.key, item.size, part_file, meter.add) != item.sha256:
-        part_file.unlink()
-        return False
-    item.path.parent.mkdir(parents=True, exist_ok=True)
-    files.sync_files([part_file])
-    files.rename(part_file, item.path)
-    return True
-
-
-def _publish(partial: Path, root: Path, path: Path) -> None:
-    """Give the store its name; remove the lock last, which marks what is left as a pull's."""
-    for top in (root, indexes_folder(path)):
-        files.sync_folders(folder for folder, _, _ in os.walk(top))
-    refuse_existing(path)
-    files.rename(root, path)
-    shutil.rmtree(partial / PARTS)
-    shutil.rmtree(partial)

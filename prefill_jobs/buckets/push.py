@@ -37,7 +37,7 @@ def check_writable(url: str) -> None:
     if bucket.seal is not None:
         raise StoreExists(f"{bucket.url} holds a store already: choose another URL, or remove it first.")
     if (there := bucket.objects(bucket.name)) and CLAIM not in there:
-        raise _taken(bucket)
+        raise taken(bucket)
     probe = f"{bucket.name}.probe-{uuid4().hex}"
     bucket.create(probe, b"")
     bucket.remove(probe)
@@ -54,14 +54,19 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
     bucket = Bucket(url)
     with _claimed(bucket, seal_of(render(sums))) as whole:
         own = _index_sums(root, progress)
-        index_list = _index_list(bucket, whole, own)
+        before = bucket.read(f"{bucket.indexes}/{SUMS}")
+        # Where all of the store is there already, earlier indexes stay.
+        kept = parse_sums(bucket, before) if before and (whole or not own) else {}
+        index_list = render(kept | own) if own else before
         items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, own)
         there = _there(bucket, items, progress)
         sent, _ = move(items, there, partial(send, bucket), "push", progress)
-        if index_list:
-            _put_list(bucket, f"{bucket.indexes}/{SUMS}", index_list)
-        _put_list(bucket, f"{bucket.name}/{SUMS}", render(sums))
-        _put_list(bucket, f"{bucket.name}/{SEAL}", seal_of(render(sums)))
+        lists = {f"{bucket.indexes}/{SUMS}": index_list} if index_list else {}
+        lists[f"{bucket.name}/{SUMS}"] = render(sums)
+        lists[f"{bucket.name}/{SEAL}"] = seal_of(render(sums))
+        for key, data in lists.items():
+            if bucket.read(key) != data:
+                bucket.put(key, data, hashlib.sha256(data).hexdigest(), len(data))
     return replace(sent, seconds=time.perf_counter() - began)
 
 
@@ -80,10 +85,12 @@ def _claimed(bucket: Bucket, seal: bytes) -> Iterator[bool]:
         if foreign or there not in (None, seal):
             if ours:
                 bucket.remove(claim)
-            raise _taken(bucket)
+            raise taken(bucket)
         yield there is not None
-        if bucket.folder:
-            _sweep(bucket.folder, Path("/", bucket.indexes))
+        for folder in (bucket.folder, Path("/", bucket.indexes)) if bucket.folder else ():
+            for path in folder.rglob("*#*"):
+                if re.search(r"#\d+$", path.name):  # obstore's unfinished files are named NAME#NUMBER
+                    path.unlink()
         bucket.remove(claim)
 
 
@@ -100,9 +107,9 @@ def claimed(bucket: Bucket, who: bytes, what: str, way_out: str) -> bool:
     return ours
 
 
-def _taken(bucket: Bucket) -> StoreExists:
+def taken(bucket: Bucket, what: str = "this store") -> StoreExists:
     return StoreExists(
-        f"{bucket.url} holds something else than this store: choose another URL, or remove it first."
+        f"{bucket.url} holds something else than {what}: choose another URL, or remove it first."
     )
 
 
@@ -120,14 +127,6 @@ def _alone(bucket: Bucket) -> Iterator[None]:
             shutil.rmtree(lock)
 
 
-def _sweep(*folders: Path) -> None:
-    """Remove obstore's unfinished files, named NAME#NUMBER."""
-    for folder in folders:
-        for path in folder.rglob("*#*"):
-            if re.search(r"#\d+$", path.name):
-                path.unlink()
-
-
 def _index_sums(store: Path, progress: Progress) -> dict[str, str]:
     """SHA-256 of the complete indexes, by path in their folder."""
     folder = indexes_folder(store)
@@ -143,11 +142,8 @@ def _items(root: Path, key: str, sums: dict[str, str]) -> list[Item]:
 
 def _there(bucket: Bucket, items: list[Item], progress: Progress) -> set[Item]:
     """The items whose objects are there already, with the right size and checksum."""
-    sizes = {
-        f"{folder}/{name}": size
-        for folder in (bucket.name, bucket.indexes)
-        for name, size in bucket.objects(folder).items()
-    }
+    folders = {folder: bucket.objects(folder) for folder in (bucket.name, bucket.indexes)}
+    sizes = {f"{folder}/{name}": size for folder in folders for name, size in folders[folder].items()}
     likely = [item for item in items if sizes.get(item.key) == item.size]
     return checked(likely, lambda item: bucket.digest(item.key) == item.sha256, progress)
 
@@ -175,17 +171,3 @@ def _read(item: Item, meter: Meter) -> Iterator[bytes]:
             f"{item.path} is not what its checksum says: see `offload-decode verify`, and restore it from a "
             "copy or prefill again."
         )
-
-
-def _put_list(bucket: Bucket, key: str, data: bytes) -> None:
-    if bucket.read(key) != data:
-        bucket.put(key, data, hashlib.sha256(data).hexdigest(), len(data))
-
-
-def _index_list(bucket: Bucket, whole: bool, index_sums: dict[str, str]) -> bytes | None:
-    """The list of all indexes that will be beside this store, or None. Where all of the store is there
-    already (`whole`), earlier indexes stay.
-    """
-    before = bucket.read(f"{bucket.indexes}/{SUMS}")
-    kept = parse_sums(bucket, before) if before and (whole or not index_sums) else {}
-    return render(kept | index_sums) if index_sums else before

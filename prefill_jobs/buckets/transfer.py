@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -65,15 +66,22 @@ def in_parallel(
 
     The first error stops all and is raised. The largest come first, so that none is left over at the end.
     """
-    meter = Meter()
+    meter, chosen = Meter(), list[Item]()
     todo = sorted(items, key=lambda item: item.size)
     results: SimpleQueue[tuple[Item, bool | BaseException]] = SimpleQueue()
+
+    def run() -> None:
+        with suppress(IndexError):  # of `pop`: nothing is left
+            while not meter.stopped:
+                item = todo.pop()
+                try:
+                    results.put((item, work(item, meter)))
+                except BaseException as error:  # noqa: BLE001 - raised where results are read
+                    results.put((item, error))
+
     # The process would wait for an executor's threads, and so Ctrl-C for a network that does not answer.
-    threads = [
-        threading.Thread(target=_run, args=(todo, work, meter, results), daemon=True)
-        for _ in range(min(FILES_AT_ONCE, len(todo)))
-    ]
-    chosen: list[Item] = []
+    count = min(FILES_AT_ONCE, len(todo))
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(count)]
     waiting: float | None = _STOP_S
     try:
         for thread in threads:
@@ -101,23 +109,6 @@ def in_parallel(
     return chosen
 
 
-def _run(
-    todo: list[Item],
-    work: Callable[[Item, Meter], bool],
-    meter: Meter,
-    results: SimpleQueue[tuple[Item, bool | BaseException]],
-) -> None:
-    while todo and not meter.stopped:
-        try:
-            item = todo.pop()
-        except IndexError:
-            return
-        try:
-            results.put((item, work(item, meter)))
-        except BaseException as error:  # noqa: BLE001 - raised where results are read
-            results.put((item, error))
-
-
 def checked(items: Sequence[Item], is_right: Callable[[Item], bool], progress: Progress) -> set[Item]:
     """The items that are right already, checked in parallel."""
 
@@ -127,8 +118,7 @@ def checked(items: Sequence[Item], is_right: Callable[[Item], bool], progress: P
         return right
 
     total = size_of(items)
-    found = in_parallel(items, check, lambda done: progress("check", done, total)) if items else []
-    return set(found)
+    return set(in_parallel(items, check, lambda done: progress("check", done, total)) if items else ())
 
 
 def move(
@@ -148,5 +138,4 @@ def move(
 
 
 def size_of(items: Collection[Item]) -> int:
-    """Their total bytes."""
     return sum(item.size for item in items)

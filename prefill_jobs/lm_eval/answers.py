@@ -69,7 +69,6 @@ def groups(contexts: Sequence[Tokens], least: int, question: int) -> list[Group]
 
 
 def _common(one: Tokens, other: Tokens) -> int:
-    """The length of the common prefix."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length
@@ -83,7 +82,6 @@ class Scoring(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The tokens of the continuation."""
         return len(self.continuation)
 
 
@@ -98,11 +96,8 @@ class Writing(NamedTuple):
     asked: Mapping[str, Any]
 
 
-class Score(NamedTuple):
-    """The log-probability of a continuation (natural), and whether greedy decoding writes it."""
-
-    logprob: float
-    greedy: bool
+Score = tuple[float, bool]
+"""The log-probability of a continuation (natural), and whether greedy decoding writes it."""
 
 
 def scores(
@@ -139,7 +134,6 @@ class _Scored:
     greedy: bool = True
 
     def take(self, logits: Tensor) -> None:
-        """Score as many tokens as there are rows of `logits [T, V]`."""
         tokens = torch.tensor(self.continuation[self.done : self.done + len(logits)], device=logits.device)
         own = logits.log_softmax(-1).gather(-1, tokens[:, None])
         self.logprob += float(own.double().sum())
@@ -163,7 +157,7 @@ def _scored(together: Sequence[_Scored]) -> Iterator[tuple[int, Score]]:
             one.take(logits)
         left = [one for one in left if one.done < len(one.continuation)]
     for one in together:
-        yield one.place, Score(one.logprob, one.greedy)
+        yield one.place, (one.logprob, one.greedy)
 
 
 def answers(
@@ -174,11 +168,8 @@ def answers(
     """
     for some in _batches(range(len(requests)), batch):
         turns = [Turn(start.fork(), requests[place].context[stored:].tolist()) for place in some]
-        going = [
-            _Written(place, turn.conversation, requests[place])
-            for turn, place in zip(turns, some, strict=True)
-        ]
-        running = going
+        pairs = zip(turns, some, strict=True)
+        running = going = [_Written(place, turn.conversation, requests[place]) for turn, place in pairs]
         while running:
             logits = run_turns(turns)
             running = [one for one, own in zip(running, logits, strict=True) if one.step(own)]
@@ -189,8 +180,6 @@ def answers(
 
 @dataclass(eq=False)
 class _Written:
-    """An answer on its way."""
-
     place: int
     conversation: Conversation
     request: Writing
@@ -198,26 +187,17 @@ class _Written:
 
     def __post_init__(self) -> None:
         own, request = self.conversation, self.request
-        self._processors = Processors(
-            own.loaded.model,
-            own.tokenizer,
-            request.context.tolist(),
-            own.end_tokens,
-            request.most,
-            request.asked,
-        )
+        given = request.context.tolist(), own.end_tokens, request.most, request.asked
+        self._processors = Processors(own.loaded.model, own.tokenizer, *given)
         # How many last tokens may spell a stop string, which may begin and end within a token.
-        self._lookback = [
-            (stop, len(own.tokenizer.encode(stop, add_special_tokens=False)) + 2) for stop in request.stops
-        ]
+        lengths = (len(own.tokenizer.encode(stop, add_special_tokens=False)) for stop in request.stops)
+        self._lookback = [(stop, length + 2) for stop, length in zip(request.stops, lengths, strict=True)]
 
     def step(self, logits: Tensor) -> bool:
         """Take the next token from `logits [V]`; whether another one follows."""
         changed = self._processors(logits)
-        if self._processors.samples:
-            token = int(torch.multinomial(changed.softmax(-1), 1))
-        else:
-            token = int(changed.argmax(-1))
+        sampled = self._processors.samples
+        token = int(torch.multinomial(changed.softmax(-1), 1) if sampled else changed.argmax(-1))
         if token in self.conversation.end_tokens:
             return False
         self.tokens.append(token)
@@ -270,16 +250,13 @@ class Stores:
         settings = replace(self.settings, context=following)
         path = folder / self._name(prefix, following)
 
+        def show(stage: str, done: int, total: int) -> None:
+            if stage == "prefill":
+                progress(done)
+
         def make() -> None:
             documents = [Document("context", 0, len(prefix))]
-            prefill_tokens(
-                self.loaded,
-                prefix,
-                documents,
-                path,
-                settings,
-                progress=lambda stage, done, total: progress(done) if stage == "prefill" else None,
-            )
+            prefill_tokens(self.loaded, prefix, documents, path, settings, progress=show)
 
         kind = str(self.config.options.get("index", AUTO))
         store = kept(path, make, () if kind == AUTO else (kind,))

@@ -98,35 +98,28 @@ class Settings:
     @classmethod
     def of(cls, pretrained: str, given: Mapping[str, Any]) -> Self:
         """From the arguments that lm-eval passes. Raises `ConfigError`."""
-        own = [
-            one.name for one in fields(cls) if one.name not in ("pretrained", "options", "prefill_options")
-        ]
+        own = {one.name for one in fields(cls)} - {"pretrained", "options", "prefill_options"}
         named = {name: value for name, value in given.items() if name in own}
         for name, value in named.items():  # --batch_size comes as text, and a folder named 1 as a number
             if name in _NUMBERS and str(value).isdecimal():
                 named[name] = int(value)
             elif name not in _NUMBERS and type(value) is not bool and value is not None:
                 named[name] = str(value)
-        prefill = {
-            name.removeprefix(_PREFILL): value
-            for name, value in given.items()
-            if name not in own and name.startswith(_PREFILL)
-        }
         # lm-eval itself adds the last two; neither has a meaning here.
-        ours = {*own, *(_PREFILL + name for name in prefill), "trust_remote_code", "max_batch_size"}
-        options = {name: value for name, value in given.items() if name not in ours}
+        known = {*own, "trust_remote_code", "max_batch_size"}
+        options = {name: value for name, value in given.items() if name not in known}
+        prefill = {name: options.pop(name) for name in list(options) if name.startswith(_PREFILL)}
+        prefill = {name.removeprefix(_PREFILL): value for name, value in prefill.items()}
         settings = cls(pretrained, **named, options=options, prefill_options=prefill)
         settings._check()
         return settings
 
     @property
     def prefilling(self) -> Prefilling:
-        """How contexts are prefilled."""
         return Prefilling(self.prefill, self.prefill_options, kv=self.kv)
 
     @property
     def asking(self) -> EngineConfig:
-        """How stores are asked."""
         return EngineConfig(selector=self.selector, options=self.options, attend=self.attend)
 
     def _check(self) -> None:
@@ -137,9 +130,8 @@ class Settings:
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} must be a whole number of {least} or more, not '{value}'")
         if self.stores is not None and Path(self.stores).exists() and not Path(self.stores).is_dir():
-            raise ConfigError(
-                f"stores={self.stores} is no folder: name one, which is made where there is none"
-            )
+            way_out = "name one, which is made where there is none"
+            raise ConfigError(f"stores={self.stores} is no folder: {way_out}")
         if self.add_bos_token not in (None, True, False):
             raise ConfigError(f"add_bos_token must be true or false, not '{self.add_bos_token}'")
         _ = self.prefilling, self.asking, EngineConfig(weights=self.weights)  # each checks itself
@@ -178,12 +170,10 @@ class OffloadDecodeLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """The same from a string, as programs that call lm-eval may pass."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -212,20 +202,16 @@ class OffloadDecodeLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """A chat in the tokenizer's template; without its system message, if that fails."""
+        how = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
         try:
-            return self._templated(chat_history, add_generation_prompt)
+            return rendered(self.tokenizer, chat_history, **how)
         except TemplateRefuses:
             logger.warning("The chat template fails: trying without the system message.")
             others = [message for message in chat_history if message["role"] != "system"]
-            return self._templated(others, add_generation_prompt)
-
-    def _templated(self, chat: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        return rendered(
-            self.tokenizer,
-            chat,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+            return rendered(self.tokenizer, others, **how)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; no begin token is added to a text that has one."""
@@ -248,7 +234,7 @@ class OffloadDecodeLM(TemplateLM):
         scorings = [Scoring(*self._cut(context, continuation)) for _, context, continuation in requests]
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         for place, score in self._run("loglikelihood", scorings, scores, disable_tqdm):
-            results[place] = score.logprob, score.greedy
+            results[place] = score
             if (text := requests[place][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", text, results[place])
         return results
@@ -274,9 +260,8 @@ class OffloadDecodeLM(TemplateLM):
         windows: list[tuple[tuple[str, str] | None, list[int], list[int]]] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
-            own = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
-            )
+            tokens = self.tok_encode(request.args[0])
+            own = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             for context, continuation in map(make_disjoint_window, own):
                 windows.append((None, context, continuation))
                 owners.append(owner)
@@ -289,7 +274,6 @@ class OffloadDecodeLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to the first stop string of each."""
         writings = [self._writing(*request.args) for request in requests]
         results = [""] * len(requests)
         for place, tokens in self._run("generate_until", writings, answers, disable_tqdm):
@@ -360,13 +344,5 @@ class OffloadDecodeLM(TemplateLM):
                 yield group.stored, [places[member] for member in group.members]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the results: the model, the settings, and how much was answered from
-        stores.
-        """
-        return {
-            "offload_decode": {
-                **made_with(self.loaded),
-                "settings": asdict(self.settings),
-                "requests": self._counts,
-            }
-        }
+        own = {"settings": asdict(self.settings), "requests": self._counts}
+        return {"offload_decode": {**made_with(self.loaded), **own}}

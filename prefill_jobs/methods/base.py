@@ -43,15 +43,12 @@ class Earlier(Protocol):
     @property
     def length(self) -> int:
         """Their number, N."""
-        ...
 
     def keys(self, layer: int, head: int) -> Rows:
         """The N keys of one KV head, as they are stored."""
-        ...
 
     def key_norms(self, layer: int, head: int) -> Tensor:
         """Lengths of the keys, float32 `[N]` on the host."""
-        ...
 
 
 class Method(ABC):
@@ -74,6 +71,17 @@ class Method(ABC):
         """Ids int64 `[Hkv, k]` of earlier tokens, unique in a row, in any order; None is all of them."""
 
 
+class Dense(Method):
+    """Attend to everything; what the others are measured against."""
+
+    name = "dense"
+    paper = "none: exact attention"
+    chunk_shapes = False
+
+    def select(self, layer: int, queries: Queries, earlier: Earlier) -> None:
+        """All tokens."""
+
+
 class Sparse(Method):
     """A method with a budget; subclasses write `choose`, which is called only where something is left out."""
 
@@ -90,7 +98,6 @@ class Sparse(Method):
         self._budget(1)  # fail before the first chunk
 
     def select(self, layer: int, queries: Queries, earlier: Earlier) -> Tensor | None:
-        """As many tokens as the layer's budget allows."""
         k = self._budget(earlier.length)[layer]
         return None if k >= earlier.length else self.choose(layer, queries, earlier, k)
 

@@ -34,7 +34,6 @@ class QuoKA(Sparse):
     options: Options
 
     def choose(self, layer: int, queries: Queries, earlier: Earlier, k: int) -> Tensor:
-        """The best keys of each KV head, for its whole group and the whole chunk."""
         best = [
             self.options.best_keys(own, earlier.keys(layer, head), earlier.key_norms(layer, head), k)[0]
             for head, own in enumerate(self.options.representatives(queries))

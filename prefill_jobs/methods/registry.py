@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from offload_decode.types import ModelShape
 
 _CLASSES = {
-    "dense": "offload_decode.prefill_jobs.methods.dense:Dense",
+    "dense": "offload_decode.prefill_jobs.methods.base:Dense",
     "quoka": "offload_decode.prefill_jobs.methods.quoka:QuoKA",
     "sample": "offload_decode.prefill_jobs.methods.sample:SampleAttention",
     "window": "offload_decode.prefill_jobs.methods.window:Window",

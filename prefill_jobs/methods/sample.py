@@ -37,7 +37,6 @@ class SampleAttention(Sparse):
     options: Options
 
     def choose(self, layer: int, queries: Queries, earlier: Earlier, k: int) -> Tensor:
-        """For each KV head, over the sampled queries of its whole group."""
         sampled = min(self.options.queries, queries.tokens)
         places = (2 * torch.arange(sampled) + 1) * queries.tokens // (2 * sampled)
         samples = queries.by_token()[:, 0, :, places.to(queries.rows.device)].flatten(1, 2)

@@ -18,7 +18,6 @@ class Window(Sparse):
     paper = "https://arxiv.org/abs/2309.17453"
 
     def choose(self, layer: int, queries: Queries, earlier: Earlier, k: int) -> Tensor:
-        """The same tokens for every KV head."""
         sinks = min(SINKS, k)
         ids = torch.cat([torch.arange(sinks), torch.arange(earlier.length - (k - sinks), earlier.length)])
         return ids.expand(self.shape.kv_heads, -1)

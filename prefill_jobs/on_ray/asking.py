@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import own_memory
@@ -55,13 +54,6 @@ class QuestionBatch:
     questions: tuple[str, ...]
 
 
-class Opened(NamedTuple):
-    """An open store. `held` keeps it in the cache."""
-
-    engine: Engine
-    held: ExitStack
-
-
 class Asker(Worker):
     """Answers questions, with one model and the stores that were asked last. Its progress is in bytes of a
     store that it fetches.
@@ -72,20 +64,16 @@ class Asker(Worker):
         self.setup = setup
         self.before = 0
         self.model: tuple[tuple[str, str, str], LoadedModel] | None = None
-        self.opened: OrderedDict[str, Opened] = OrderedDict()
+        self.opened: OrderedDict[str, tuple[Engine, ExitStack]] = OrderedDict()  # held in the cache
         self.most = OPEN if setup.remote is None else 1  # an open store cannot leave the cache
 
     def begin(self) -> None:
-        """Apply the caps; the model is loaded for the first store."""
         apply_caps(self.setup.caps, self.setup.config.device)
         self.before = own_memory()
 
     def run(self, task: QuestionBatch) -> list[Answer]:
-        """Greedy answers."""
-        questions, setup = task.questions, self.setup
-        return self._engine(task.store).answer_many(
-            questions, setup.max_new_tokens, len(questions), setup.cites
-        )
+        questions, most = task.questions, self.setup.max_new_tokens
+        return self._engine(task.store).answer_many(questions, most, len(questions), self.setup.cites)
 
     def _engine(self, store: str) -> Engine:
         """An open store with its model; the least recently asked one is closed."""
@@ -93,14 +81,13 @@ class Asker(Worker):
             self._close(self.most - 1)
             with ExitStack() as held:
                 engine = self._open(held.enter_context(self.held(store)))
-                self.opened[store] = Opened(engine, held.pop_all())
+                self.opened[store] = engine, held.pop_all()
         self.opened.move_to_end(store)
-        return self.opened[store].engine
+        return self.opened[store][0]
 
     def _close(self, left: int) -> None:
-        """Close the least recently asked stores until so many are left."""
         while len(self.opened) > left:
-            self.opened.popitem(last=False)[1].held.close()
+            self.opened.popitem(last=False)[1][1].close()
 
     def _open(self, path: str) -> Engine:
         config, caps = self.setup.config, self.setup.caps

@@ -8,34 +8,28 @@ after the last chunk, or the last head.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import own_memory
 from offload_decode.indexes import registry
-from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
 from offload_decode.prefill_jobs.destinations import destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
-from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
+from offload_decode.prefill_jobs.job import Maker, PrefillReport, Settings, make, prepare, settled
 from offload_decode.prefill_jobs.many import OF_ONE, Job, Results, Texts, Watch, read_all
-from offload_decode.prefill_jobs.on_ray.pool import Lost, Pool, TaskProgress, pool_of
+from offload_decode.prefill_jobs.on_ray.pool import Lost, Pool, Task, TaskProgress, pool_of
 from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker, installed
 
 
 @dataclass(frozen=True)
 class PrefillSetup:
-    """What all workers get."""
-
-    model: str
-    device: str
-    dtype: str
-    weights: str
-    settings: Settings
+    maker: Maker
     staging: Path | None
     caps: Caps
 
@@ -43,25 +37,21 @@ class PrefillSetup:
 class Prefiller(Worker):
     """Prefills one corpus after another with one model. Its progress is in tokens."""
 
-    loaded: LoadedModel
-
     def __init__(self, setup: PrefillSetup) -> None:
         super().__init__()
         self.setup = setup
 
     def begin(self) -> None:
-        """Load the model, under the caps."""
-        own = self.setup
-        given = own.settings.chunk, own.dtype, own.device, own.caps, own_memory(), own.weights
+        own, caps = self.setup.maker, self.setup.caps
+        given = own.settings.chunk, own.dtype, own.device, caps, own_memory(), own.weights
         check_prefill(outline(own.model), *given)
-        apply_caps(own.caps, own.device)
-        self.loaded = load(own.model, own.device, own.dtype, own.weights)
+        apply_caps(caps, own.device)
+        _ = own.loaded
 
     def run(self, task: Texts) -> PrefillReport:
-        """One corpus to its store."""
-        work = prepare(self.loaded, task.documents, self.setup.settings, task.skipped)
-        place = destination_of(task.store, self.setup.staging)
-        return settled(work, place) or make(self.loaded, work, place, self._note)
+        own, place = self.setup.maker, destination_of(task.store, self.setup.staging)
+        work = prepare(own.loaded, task.documents, own.settings, task.skipped)
+        return settled(work, place) or make(own.loaded, work, place, self._note)
 
     def _note(self, stage: str, done: int, total: int) -> None:
         if stage == "prefill":
@@ -88,8 +78,8 @@ def prefill_on_ray(
     here = [job if "://" in job.store else replace(job, store=os.path.abspath(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
-        staged = staging and staging.absolute()
-        setup = PrefillSetup(model, device, dtype, weights, settings, staged, cluster.caps)
+        maker = Maker(model, settings, device, dtype, weights)
+        setup = PrefillSetup(maker, staging and staging.absolute(), cluster.caps)
         with pool_of(cluster, device, Prefiller, setup, len(texts), anywhere=True) as pool:
             results |= prefilled(pool, texts, progress)
     return {job: results[own] for job, own in zip(jobs, here, strict=True)}
@@ -98,45 +88,43 @@ def prefill_on_ray(
 def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
     """The result of every corpus. Raises errors that concern all of them."""
     results: Results = {}
-
-    def watch(running: TaskProgress) -> None:
-        progress(*_progress(texts, results, running))
-
-    for number, result in pool.run(texts, "prefilled it", watch):
+    lengths = [own.characters for own in texts]
+    for number, result in _run(pool, texts, lengths, "prefill", "n_tokens", progress):
         if not isinstance(result, (PrefillReport, Lost, *OF_ONE)):
             raise result
         results[texts[number].job] = result
     return results
 
 
-def _progress(texts: Sequence[Texts], results: Results, running: TaskProgress) -> tuple[str, int, int, str]:
-    """Tokens done, and of how many; those of corpora that are not begun are estimated by length."""
-    length = {own.job: own.characters for own in texts}
-    made = {job: found.n_tokens for job, found in results.items() if isinstance(found, PrefillReport)}
-    known = made | {texts[number].job: total for number, (_, total) in running.items() if total}
-    about = f"{len(results)} of {len(texts)} done, {len(running)} at work"
-    if not known:
-        return "start workers", 0, 1, about
-    each = sum(known.values()) / sum(length[job] for job in known)
-    done = sum(length[job] for job in results) * each + sum(now for now, _ in running.values())
-    return "prefill", round(done), round(sum(length.values()) * each), about
+def _run(
+    pool: Pool, tasks: Sequence[Task], lengths: Sequence[int], stage: str, size: str, progress: Watch
+) -> Iterator[tuple[int, Any]]:
+    """`Pool.run`, whose progress is in the `size` of reports; that of tasks that are not begun is estimated
+    from their `lengths`.
+    """
+    results: dict[int, Any] = {}
+
+    def watch(running: TaskProgress) -> None:
+        made: dict[int, int] = {number: getattr(result, size, 0) for number, result in results.items()}
+        known = made | {number: total for number, (_, total) in running.items()}
+        known = {number: total for number, total in known.items() if total}
+        each = sum(known.values()) / sum(lengths[number] for number in known) if known else 0
+        done = sum(lengths[number] for number in results) * each + sum(now for now, _ in running.values())
+        about = f"{len(results)} of {len(tasks)} done, {len(running)} at work"
+        total = round(sum(lengths) * each) or 1
+        progress(stage if known else "start workers", round(done), total, about)
+
+    for number, result in pool.run(tasks, f"{stage}ed it", watch):
+        results[number] = result
+        yield number, result
 
 
 @dataclass(frozen=True)
 class IndexSetup:
-    """What all workers get. `stores`: the absolute paths of all stores to index."""
-
     stores: tuple[str, ...]
     kind: str
     recall: float
     k: int
-
-
-@dataclass(frozen=True)
-class StoreToIndex:
-    """A store at an absolute path."""
-
-    store: str
 
 
 class Indexer(Worker):
@@ -150,14 +138,9 @@ class Indexer(Worker):
         """Raises where this kind of index cannot be built on this machine, as where a library is missing."""
         registry.get(self.setup.kind)
 
-    def run(self, task: StoreToIndex) -> BuildReport:
-        """The indexes of a store."""
+    def run(self, task: Job) -> BuildReport:
         path, own = Path(task.store), self.setup
         return build_indexes(path, own.kind, recall=own.recall, k=own.k, progress=self._note)
-
-
-Indexed = dict[int, BuildReport | OffloadDecodeError]
-"""The result of every store, by its number."""
 
 
 def index_on_ray(
@@ -172,24 +155,13 @@ def index_on_ray(
     """`build_indexes` of every store, on workers that have it at its path. Raises as `pool_of`, and for a
     kind of index that cannot be built.
     """
-    tasks = [StoreToIndex(os.path.abspath(store)) for store in stores]
+    tasks = [Job("", os.path.abspath(store)) for store in stores]
     setup = IndexSetup(tuple(task.store for task in tasks), kind, recall, k)
     with pool_of(cluster, "cpu", Indexer, setup, len(tasks)) as pool:
         built = indexed(pool, tasks, progress)
     return {store: built[number] for number, store in enumerate(stores)}
 
 
-def indexed(pool: Pool, tasks: Sequence[StoreToIndex], progress: Watch) -> Indexed:
-    """`index_on_ray` by the workers of a pool."""
-    results: Indexed = {}
-
-    def watch(running: TaskProgress) -> None:
-        heads = [found.heads for found in results.values() if isinstance(found, BuildReport)]
-        known = heads + [total for _, total in running.values() if total]
-        each = sum(known) / len(known) if known else 0  # estimates those that are not begun
-        done = sum(heads) + sum(now for now, _ in running.values())
-        about = f"{len(results)} of {len(tasks)} done, {len(running)} at work"
-        progress("index" if known else "start workers", done, round(each * len(tasks)) or 1, about)
-
-    results.update(pool.run(tasks, "indexed it", watch))
-    return results
+def indexed(pool: Pool, tasks: Sequence[Job], progress: Watch) -> dict[int, Any]:
+    """`index_on_ray` by the workers of a pool: the result of every store, by its number."""
+    return dict(_run(pool, tasks, [1] * len(tasks), "index", "heads", progress))

@@ -11,6 +11,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from offload_decode.common.errors import OffloadDecodeError, StoreNotFound
@@ -94,17 +95,11 @@ class Pool:
     """
 
     def __init__(
-        self,
-        ray: Any,
-        kind: type[Worker],
-        setup: object,
-        count: int,
-        share: dict[str, int],
-        anywhere: bool = False,
+        self, ray: Any, kind: type[Worker], setup: object, count: int, share: dict[str, int], anywhere: bool
     ) -> None:
         self.ray, self.anywhere, self.count = ray, anywhere, count
-        self._make = ray.remote(kind).options(**share, **ACTOR_OPTIONS, max_concurrency=2).remote
-        self._setup = setup
+        make = ray.remote(kind).options(**share, **ACTOR_OPTIONS, max_concurrency=2).remote
+        self._make = partial(make, setup)
         self.workers: list[Any] = []
         self._asked: dict[Any, int] = {}
         self._asked_at = -POLL_S
@@ -172,10 +167,9 @@ class Pool:
     def _loading(self) -> dict[Any, tuple[int, int | None]]:
         """New workers: a promise of each, with its number and that of its task."""
         known = len(self.workers)
-        self.workers += [self._make(self._setup) for _ in range(self.count)]
-        return {
-            worker.load.remote(): (own, None) for own, worker in enumerate(self.workers[known:], start=known)
-        }
+        self.workers += [self._make() for _ in range(self.count)]
+        new = range(known, len(self.workers))
+        return {self.workers[number].load.remote(): (number, None) for number in new}
 
     def _reply(self, promise: Any) -> Reply:
         """What a worker answered, or `Lost`; raises what it raised."""

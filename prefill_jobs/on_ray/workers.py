@@ -161,7 +161,6 @@ class Worker(ABC):
         """The result of a task, with which another worker may have been lost."""
 
     def here(self) -> frozenset[str]:
-        """The stores on this machine."""
         if self.remote is None:
             return frozenset(filter(os.path.exists, self.stores))
         return frozenset(self._by_name[name] for name in self.remote.cache().names() if name in self._by_name)

@@ -64,7 +64,7 @@ def test_a_worker_keeps_one_model_and_the_last_stores(
     for path in (paths[0], paths[1], paths[0], paths[2]):
         assert isinstance(worker.do(QuestionBatch(str(path), ("Why?",))).result, list)
     assert list(worker.opened) == [str(paths[0]), str(paths[2])]
-    assert len({id(one.engine.loaded) for one in worker.opened.values()}) == 1
+    assert len({id(engine.loaded) for engine, _ in worker.opened.values()}) == 1
 
 
 def test_errors_of_a_store_are_returned(store: Path, tmp_path: Path) -> None:

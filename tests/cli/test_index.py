@@ -16,7 +16,8 @@ import pytest
 
 from offload_decode.common.errors import OffloadDecodeError, UnknownIndex
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
-from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, StoreToIndex, indexed
+from offload_decode.prefill_jobs.many import Job
+from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, indexed
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
 from offload_decode.prefill_jobs.on_ray.workers import Reply
 from tests.cli.conftest import refused, run
@@ -90,7 +91,7 @@ def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy: Co
     build_indexes(here, "clusters", k=10)
     worker = indexer(there)
     assert worker.load().stores == {str(there)}
-    report = worker.do(StoreToIndex(str(there))).result
+    report = worker.do(Job("", str(there))).result
     assert isinstance(report, BuildReport)
     assert worker.progress() == (report.heads, report.heads)
     assert indexes_of(here) == indexes_of(there)
@@ -114,12 +115,12 @@ def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(
     first = indexer(store)
     first.load()
     with pytest.raises(Killed):
-        first.do(StoreToIndex(str(store)))
-    moved = indexer(store).do(StoreToIndex(str(store)))
+        first.do(Job("", str(store)))
+    moved = indexer(store).do(Job("", str(store)))
     assert moved.stores == {str(store)}
     assert (moved.result.built, moved.result.reused) == (moved.result.heads - 1, 1)
     none = tmp_path / "none.kv"
-    assert indexer(none).do(StoreToIndex(str(none))) == Reply(None, frozenset())
+    assert indexer(none).do(Job("", str(none))) == Reply(None, frozenset())
 
 
 def test_what_is_wrong_with_the_kind_is_told_as_a_worker_loads(store: Path) -> None:
@@ -139,7 +140,7 @@ def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun() -> N
 
     seen: list[Any] = []
     made: Any = MadeUp()
-    results = indexed(made, [StoreToIndex(name) for name in "abc"], lambda *now: seen.append(now))
+    results = indexed(made, [Job("", name) for name in "abc"], lambda *now: seen.append(now))
     assert seen == [
         ("start workers", 0, 1, "0 of 3 done, 0 at work"),
         ("index", 2, 12, "0 of 3 done, 1 at work"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
-from offload_decode.engine.engine import Engine
 from offload_decode.kv.indexes import HeadIndexes, index_path, kind_folder, staging_folder
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs import append as append_module
@@ -54,7 +53,7 @@ FAMILIES = ["llama", "gemma2", "gpt-oss", "qwen3_next", "lfm2", "falcon_h1", "de
 @pytest.mark.parametrize(
     ("family", "template"), [*((family, None) for family in FAMILIES), ("llama", CHAT), ("gemma2", CHAT)]
 )
-def test_two_appends_are_one_prefill(tmp_path: Path, family: str, template: str | None) -> None:
+def test_two_appends_are_one_prefill(tmp_path, family, template):
     """Windows, chunks of attention, recurrent states and latents included."""
     model = loaded(family, template)
     store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:3], TEXTS[3:]], settings())
@@ -75,14 +74,14 @@ def test_two_appends_are_one_prefill(tmp_path: Path, family: str, template: str 
     ],
     ids=str,
 )
-def test_with_every_method_and_encoding(tmp_path: Path, how: Settings) -> None:
+def test_with_every_method_and_encoding(tmp_path, how):
     model = loaded()
     store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:4], TEXTS[4:]], how)
     prefill_texts(model, TEXTS, tmp_path / "whole.kv", how)
     assert tree(store) == tree(tmp_path / "whole.kv")
 
 
-def test_a_store_of_one_document_has_no_heading_and_the_others_have(tmp_path: Path) -> None:
+def test_a_store_of_one_document_has_no_heading_and_the_others_have(tmp_path):
     model = loaded()
     store = KVStore.open(grown(model, tmp_path, [TEXTS[:1], TEXTS[1:3]], settings()))
     first, *rest = (model.tokenizer.decode(store.tokens[d.start : d.end]) for d in store.documents)
@@ -90,20 +89,7 @@ def test_a_store_of_one_document_has_no_heading_and_the_others_have(tmp_path: Pa
     assert [text.strip().partition("\n")[0] for text in rest] == ["Document: b.txt", "Document: c.txt"]
 
 
-def test_it_answers_as_a_fresh_one(tmp_path: Path) -> None:
-    model = loaded()
-    store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:]], settings())
-    prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())
-    answers = [
-        Engine.open(path, model, selector="topk", options={"budget": "40"}).answer(
-            "Who has 3?", max_new_tokens=8
-        )
-        for path in (store, tmp_path / "whole.kv")
-    ]
-    assert answers[0].tokens == answers[1].tokens
-
-
-def test_report(tmp_path: Path) -> None:
+def test_report(tmp_path):
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     before = KVStore.open(tmp_path / "s.kv").manifest.n_tokens
@@ -118,7 +104,7 @@ def test_report(tmp_path: Path) -> None:
     assert not report.kept
 
 
-def test_documents_that_are_there_are_passed_over(tmp_path: Path) -> None:
+def test_documents_that_are_there_are_passed_over(tmp_path):
     model = loaded()
     for store, first in (("one.kv", TEXTS[:1]), ("two.kv", TEXTS[:2])):
         prefill_texts(model, first, tmp_path / store, settings())
@@ -135,7 +121,7 @@ def test_documents_that_are_there_are_passed_over(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_lengths_that_a_store_was_not_rotated_for_are_refused(tmp_path: Path) -> None:
+def test_lengths_that_a_store_was_not_rotated_for_are_refused(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = loaded("llama", rope_parameters=rope, max_position_embeddings=256)
     how = Settings("dense", {"chunk": 16}, query_samples=64, context=300)
@@ -147,7 +133,7 @@ def test_lengths_that_a_store_was_not_rotated_for_are_refused(tmp_path: Path) ->
     assert tree(tmp_path) == before
 
 
-def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_another_model_or_tokenizer_is_refused(tmp_path):
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     before = tree(tmp_path)
@@ -160,7 +146,7 @@ def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_store_of_an_earlier_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_an_earlier_release_is_refused(tmp_path, monkeypatch):
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     real = KVStore.open(tmp_path / "s.kv")
@@ -171,7 +157,7 @@ def test_a_store_of_an_earlier_release_is_refused(tmp_path: Path, monkeypatch: p
     assert real.query_heads.tolist() == [0, 1] * 32, "as its stores have them"
 
 
-def test_unknown_method(tmp_path: Path) -> None:
+def test_unknown_method(tmp_path):
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     store = KVStore.open(tmp_path / "s.kv")
@@ -180,7 +166,7 @@ def test_unknown_method(tmp_path: Path) -> None:
         append_module.method_of(store)
 
 
-def test_failed_append_keeps_the_store_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_append_keeps_the_store_and_resumes(tmp_path, monkeypatch):
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())
@@ -201,7 +187,7 @@ def test_failed_append_keeps_the_store_and_resumes(tmp_path: Path, monkeypatch: 
     assert tree(tmp_path / "s.kv") == tree(tmp_path / "whole.kv")
 
 
-def test_a_store_behind_a_link(tmp_path: Path) -> None:
+def test_a_store_behind_a_link(tmp_path):
     model = loaded()
     (tmp_path / "disk").mkdir()
     prefill_texts(model, TEXTS[:2], tmp_path / "disk/s.kv", settings())
@@ -217,7 +203,7 @@ def test_a_store_behind_a_link(tmp_path: Path) -> None:
 # Indexes
 
 
-def test_indexes_are_extended_and_their_recall_is_stated(tmp_path: Path) -> None:
+def test_indexes_are_extended_and_their_recall_is_stated(tmp_path):
     model, store = loaded(), tmp_path / "s.kv"
     prefill_texts(model, TEXTS[:2], store, settings())
     kinds = ("clusters", "faiss-hnsw", "faiss-ivf", "flat", "hnswlib")
@@ -243,7 +229,7 @@ def test_indexes_are_extended_and_their_recall_is_stated(tmp_path: Path) -> None
         assert (again.built, again.reused) == (0, 2), "nothing is left to build"
 
 
-def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(tmp_path):
     model, store = loaded(), tmp_path / "s.kv"
     prefill_texts(model, TEXTS[:2], store, settings())
     for kind in ("clusters", "hnswlib", "faiss-ivf"):
@@ -261,9 +247,7 @@ def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(tmp_path:
     assert len(KVStore.open(store).documents) == 5
 
 
-def test_indexes_that_were_extended_but_not_published_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indexes_that_were_extended_but_not_published_are_found(tmp_path, monkeypatch):
     """Killed when the store had its name, and its indexes had not."""
     model, store = loaded(), tmp_path / "s.kv"
     prefill_texts(model, TEXTS[:2], store, settings())
@@ -278,7 +262,7 @@ def test_indexes_that_were_extended_but_not_published_are_found(
     assert not staging_folder(store, "clusters").exists()
 
 
-def test_only_one_append_at_a_time(tmp_path: Path) -> None:
+def test_only_one_append_at_a_time(tmp_path):
     model, store = loaded(), tmp_path / "s.kv"
     prefill_texts(model, TEXTS[:2], store, settings())
     busy: list[str] = []

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
+from offload_decode.attention import dense
+from offload_decode.attention.dense import attend_bf16
 from offload_decode.hf.compat import with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs import chunks
@@ -88,3 +93,81 @@ def test_the_store_keeps_the_dtype_of_the_model(dtype, tmp_path):
     store = prefilled(tiny_model("llama").to(dtype), tmp_path / "store", chunk=16)
     assert store.manifest.dtype == str(dtype).removeprefix("torch.")
     assert store.keys(0, 0).dtype.name == store.manifest.dtype
+
+
+MEASURED = """
+import sys
+import numpy as np
+from pathlib import Path
+from offload_decode.models.loading import wrap
+from offload_decode.types import Document
+from offload_decode.prefill_jobs import chunks
+from offload_decode.prefill_jobs.job import prefill_tokens
+from tests.tiny import tiny_model
+n = int(sys.argv[2])
+chunks.BLOCK_TOKENS = 1024  # both runs hold whole blocks
+model = tiny_model(num_key_value_heads=4, head_dim=128)
+tokens = np.random.default_rng(0).integers(3, 131, n).astype(np.int32)
+report = prefill_tokens(wrap(model), tokens, [Document("all", 0, n)], Path(sys.argv[1]))
+print(report.peak_memory, report.bytes)
+"""
+
+
+def measured(folder, tokens):
+    command = [sys.executable, "-c", MEASURED, str(folder / str(tokens)), str(tokens)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    return [int(number) for number in out.split()]
+
+
+@pytest.mark.slow
+def test_memory_stays_while_the_store_grows(tmp_path):
+    (short, little), (long, much) = measured(tmp_path, 3_000), measured(tmp_path, 15_000)
+    assert much - little > 140e6
+    assert long - short < 0.25 * (much - little)
+
+
+HALF_TOKENS, HALF_CHUNK = 300, 64
+
+
+def half_prefilled(folder: Path, kv: str = "auto") -> KVStore:
+    tokens = np.random.default_rng(2).integers(3, VOCAB, HALF_TOKENS).astype(np.int32)
+    model = wrap(tiny_model("llama").to(torch.bfloat16))
+    given = Settings(options={"chunk": HALF_CHUNK}, kv=kv)
+    prefill_tokens(model, tokens, [Document("all", 0, HALF_TOKENS)], folder, given)
+    return KVStore.open(folder)
+
+
+def last_values(store: KVStore) -> np.ndarray:
+    layer = store.manifest.shape.full_layers[-1]
+    heads = range(store.manifest.shape.kv_heads)
+    return np.stack([np.asarray(store.values(layer, head), np.float32) for head in heads])
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many keys were met at once in products of bfloat16."""
+    met: list[int] = []
+
+    def noted(*given: torch.Tensor) -> object:
+        met.append(given[1].shape[2])
+        return attend_bf16(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dense, "attend_bf16", noted)
+    return met
+
+
+def test_the_store_is_that_of_float32_products_but_for_rounding(taken, tmp_path, monkeypatch):
+    monkeypatch.setattr(dense, "has_bf16_products", lambda: False)
+    wanted = last_values(half_prefilled(tmp_path / "without"))
+    assert not taken
+    monkeypatch.setattr(dense, "has_bf16_products", lambda: True)
+    found = last_values(half_prefilled(tmp_path / "with"))
+    assert set(taken) == {64, 128, 192}, "a last chunk of 44 rows is too short"
+    off = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert 0 < off < 2**-5, "values that went through a model in bfloat16"
+
+
+def test_rows_in_fewer_bits_are_met_in_float32(taken, tmp_path, monkeypatch):
+    monkeypatch.setattr(dense, "has_bf16_products", lambda: True)
+    half_prefilled(tmp_path / "store", kv="int4-values")
+    assert not taken

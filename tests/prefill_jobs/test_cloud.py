@@ -106,11 +106,6 @@ def test_the_readmes_commands_are_understood(arguments: list[str]) -> None:
     understood(arguments)
 
 
-def test_an_option_that_is_not_there_would_be_found() -> None:
-    with pytest.raises(Exception, match="No such option"):
-        understood(["prefill", "corpus", "--model", "demo", "--out", "x.kv", "--no-such-option"])
-
-
 def test_the_readme_sets_only_variables_that_the_task_has(task: dict[str, Any]) -> None:
     launches = [words for words in shell_lines(README) if words[:3] == ["sky", "jobs", "launch"]]
     assert launches

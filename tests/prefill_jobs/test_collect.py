@@ -26,9 +26,9 @@ from offload_decode.common.errors import (
     StoreMismatch,
     StoreNotFound,
 )
-from offload_decode.prefill_jobs.collect import CollectReport, Maker, collect
+from offload_decode.prefill_jobs.collect import CollectReport, collect
 from offload_decode.prefill_jobs.folders import Rules
-from offload_decode.prefill_jobs.job import Settings, prefill, prepare
+from offload_decode.prefill_jobs.job import Maker, Settings, prefill, prepare
 from offload_decode.store.reader import KVStore
 from tests.prefill_jobs.killing import tree
 
@@ -66,9 +66,7 @@ def held(out: Path) -> dict[str, Path]:
     return stores
 
 
-def test_each_store_is_that_of_a_prefill_of_its_document(
-    maker: Maker, texts: Path, out: Path, tmp_path: Path
-) -> None:
+def test_each_store_is_that_of_a_prefill_of_its_document(maker, texts, out, tmp_path):
     report = collect(str(texts), out, maker)
     assert (counts(report), report.documents) == ((2, 0, 0, 0), 2)
     stores = held(out)
@@ -78,7 +76,7 @@ def test_each_store_is_that_of_a_prefill_of_its_document(
     assert report.tokens == sum(KVStore.open(store).manifest.n_tokens for store in stores.values())
 
 
-def test_unchanged_documents_are_kept_without_loading_the_model(maker: Maker, texts: Path, out: Path) -> None:
+def test_unchanged_documents_are_kept_without_loading_the_model(maker, texts, out):
     collect(str(texts), out, maker)
     before = tree(out)
     again = Maker(Collection(out).header.model_id, SETTINGS)
@@ -88,9 +86,7 @@ def test_unchanged_documents_are_kept_without_loading_the_model(maker: Maker, te
     assert tree(out) == before
 
 
-def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(
-    maker: Maker, texts: Path, out: Path
-) -> None:
+def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(maker, texts, out):
     collect(str(texts), out, maker)
     before = held(out)
     (texts / "a.txt").write_text("alpha, changed")
@@ -101,7 +97,7 @@ def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(
     assert not set(before.values()) & set(after.values())
 
 
-def test_a_store_that_was_removed_is_made_again(maker: Maker, texts: Path, out: Path) -> None:
+def test_a_store_that_was_removed_is_made_again(maker, texts, out):
     collect(str(texts), out, maker)
     before = tree(out)
     shutil.rmtree(held(out)["a.txt"])
@@ -109,9 +105,7 @@ def test_a_store_that_was_removed_is_made_again(maker: Maker, texts: Path, out: 
     assert tree(out) == before
 
 
-def test_unreadable_documents_stop_no_other_and_keep_their_stores(
-    maker: Maker, texts: Path, out: Path
-) -> None:
+def test_unreadable_documents_stop_no_other_and_keep_their_stores(maker, texts, out):
     collect(str(texts), out, maker)
     (texts / "a.txt").write_bytes(b"\0\1\2")
     (texts / "new.txt").write_text("news")
@@ -127,7 +121,7 @@ def test_unreadable_documents_stop_no_other_and_keep_their_stores(
     assert set(held(out)) == {"a.txt", "sub/b.txt", "new.txt"}
 
 
-def test_nothing_is_dropped_where_nothing_is_found(maker: Maker, texts: Path, out: Path) -> None:
+def test_nothing_is_dropped_where_nothing_is_found(maker, texts, out):
     collect(str(texts), out, maker)
     before = tree(out)
     shutil.rmtree(texts)
@@ -139,7 +133,7 @@ def test_nothing_is_dropped_where_nothing_is_found(maker: Maker, texts: Path, ou
     assert tree(out) == before
 
 
-def test_most_documents_are_dropped_only_on_demand(maker: Maker, texts: Path, out: Path) -> None:
+def test_most_documents_are_dropped_only_on_demand(maker, texts, out):
     (texts / "c.txt").write_text("gamma")
     collect(str(texts), out, maker)
     before = tree(out)
@@ -153,9 +147,7 @@ def test_most_documents_are_dropped_only_on_demand(maker: Maker, texts: Path, ou
     assert set(held(out)) == {"a.txt"}
 
 
-def test_a_list_that_is_full_stops_before_the_prefill(
-    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_that_is_full_stops_before_the_prefill(maker, texts, out, monkeypatch):
     monkeypatch.setattr(journal, "LARGEST", journal.LONGEST + 100)  # room for the first line, not the second
     with pytest.raises(DoesNotFit, match="several collections"):
         collect(str(texts), out, maker)
@@ -189,9 +181,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
     return lambda: calls
 
 
-def test_killed_at_any_rename_or_removal_it_is_complete_and_resumes(
-    maker: Maker, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_rename_or_removal_it_is_complete_and_resumes(maker, texts, tmp_path, monkeypatch):
     begun = tmp_path / "begun"
     collect(str(texts), begun, maker)
     (texts / "a.txt").write_text("alpha, changed")
@@ -224,9 +214,7 @@ def test_killed_at_any_rename_or_removal_it_is_complete_and_resumes(
         shutil.rmtree(out)
 
 
-def test_interrupted_prefill_resumes(
-    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_prefill_resumes(maker, texts, out, monkeypatch):
     done: list[str] = []
 
     def interrupt(stage: str, at: int, total: int, about: str) -> None:
@@ -243,12 +231,12 @@ def test_interrupted_prefill_resumes(
     assert not any("b.txt, 0 of" in about for about in done)
 
 
-def test_one_process_changes_it_at_a_time(maker: Maker, texts: Path, out: Path) -> None:
+def test_one_process_changes_it_at_a_time(maker, texts, out):
     with Changing.at(out), pytest.raises(StoreBusy, match="Another process is changing the collection"):
         collect(str(texts), out, maker)
 
 
-def test_a_collection_has_one_model_and_one_way_of_prefilling(maker: Maker, texts: Path, out: Path) -> None:
+def test_a_collection_has_one_model_and_one_way_of_prefilling(maker, texts, out):
     collect(str(texts), out, maker)
     before = tree(out)
     with pytest.raises(StoreMismatch, match="differs in settings"):
@@ -259,7 +247,7 @@ def test_a_collection_has_one_model_and_one_way_of_prefilling(maker: Maker, text
     assert tree(out) == before
 
 
-def test_other_folders_are_left_alone(maker: Maker, texts: Path, out: Path) -> None:
+def test_other_folders_are_left_alone(maker, texts, out):
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
     with pytest.raises(StoreExists, match="is no collection"):
@@ -273,7 +261,7 @@ def test_other_folders_are_left_alone(maker: Maker, texts: Path, out: Path) -> N
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
 
 
-def test_a_collection_among_the_texts_is_no_text(maker: Maker, texts: Path) -> None:
+def test_a_collection_among_the_texts_is_no_text(maker, texts):
     collect(str(texts), texts / "out", maker)
     report = collect(str(texts), texts / "out", maker)
     assert counts(report) == (0, 2, 0, 0)
@@ -282,7 +270,7 @@ def test_a_collection_among_the_texts_is_no_text(maker: Maker, texts: Path) -> N
         collect(str(texts / "out"), texts / "other", maker)
 
 
-def test_no_link_leads_out_of_it(maker: Maker, texts: Path, out: Path, tmp_path: Path) -> None:
+def test_no_link_leads_out_of_it(maker, texts, out, tmp_path):
     collect(str(texts), out, maker)
     first = Collection(out).entries[0]
     folder = (out / first.store).parent
@@ -297,7 +285,7 @@ def test_no_link_leads_out_of_it(maker: Maker, texts: Path, out: Path, tmp_path:
     assert tree(tmp_path / "elsewhere") == before
 
 
-def test_an_invalid_header_is_refused(maker: Maker, texts: Path, out: Path) -> None:
+def test_an_invalid_header_is_refused(maker, texts, out):
     collect(str(texts), out, maker)
     text = (out / HEADER).read_text()
     for wrong, error in (
@@ -312,7 +300,7 @@ def test_an_invalid_header_is_refused(maker: Maker, texts: Path, out: Path) -> N
             Collection(out)
 
 
-def test_metadata_follow_their_file_and_stay_without_one(maker: Maker, texts: Path, out: Path) -> None:
+def test_metadata_follow_their_file_and_stay_without_one(maker, texts, out):
     report = collect(str(texts), out, maker, metadata={"a.txt": {"year": 1999}, "no.txt": {}})
     assert report.unknown == ["no.txt"]
     assert [dict(entry.metadata) for entry in Collection(out).entries] == [{"year": 1999}, {}]
@@ -328,7 +316,7 @@ def found(out: Path, question: str) -> set[str]:
     return {numbered[number] for number in ranked(out / WORDS, question)}
 
 
-def test_the_words_are_those_of_the_documents(maker: Maker, texts: Path, out: Path) -> None:
+def test_the_words_are_those_of_the_documents(maker, texts, out):
     collect(str(texts), out, maker)
     assert (found(out, "alpha"), found(out, "beta")) == ({"a.txt"}, {"sub/b.txt"})
     (texts / "a.txt").write_text("gamma")
@@ -340,9 +328,7 @@ def test_the_words_are_those_of_the_documents(maker: Maker, texts: Path, out: Pa
     assert found(out, "gamma") == {"a.txt"}
 
 
-def test_a_link_that_leads_nowhere_today_is_not_gone(
-    maker: Maker, texts: Path, out: Path, tmp_path: Path
-) -> None:
+def test_a_link_that_leads_nowhere_today_is_not_gone(maker, texts, out, tmp_path):
     away = tmp_path / "away"
     away.mkdir()
     (away / "c.txt").write_text("gamma " * 6)
@@ -354,7 +340,7 @@ def test_a_link_that_leads_nowhere_today_is_not_gone(
     assert "other/c.txt" in held(out)
 
 
-def test_a_killed_sweep_is_finished(maker: Maker, texts: Path, out: Path) -> None:
+def test_a_killed_sweep_is_finished(maker, texts, out):
     collect(str(texts), out, maker)
     store = held(out)["a.txt"]
     (texts / "a.txt").unlink()
@@ -365,9 +351,7 @@ def test_a_killed_sweep_is_finished(maker: Maker, texts: Path, out: Path) -> Non
     assert set(held(out)) == {"sub/b.txt"}
 
 
-def test_the_folders_of_stores_are_on_the_disk_too(
-    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folders_of_stores_are_on_the_disk_too(maker, texts, out, monkeypatch):
     synced: set[str] = set()
     monkeypatch.setattr(files, "_sync", lambda path: synced.add(os.path.abspath(path)))
     collect(str(texts), out, maker)
@@ -375,9 +359,7 @@ def test_the_folders_of_stores_are_on_the_disk_too(
     assert all(str(store.parent) in synced for store in held(out).values())
 
 
-def test_a_document_too_long_for_the_model_stops_no_other(
-    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_too_long_for_the_model_stops_no_other(maker, texts, out, monkeypatch):
     def refused(loaded: Any, documents: Any, *rest: Any) -> Any:
         if documents[0].name == "a.txt":
             raise ConfigError("it is longer than the model's positions")

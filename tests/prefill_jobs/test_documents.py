@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -75,15 +74,15 @@ def with_part(name: str, data: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_the_pages_of_a_pdf_follow_each_other() -> None:
+def test_the_pages_of_a_pdf_follow_each_other():
     assert text_of("a", pdf("The first page", "and the second")) == "The first page\nand the second"
 
 
-def test_a_pdf_that_anyone_may_read_is_read() -> None:
+def test_a_pdf_that_anyone_may_read_is_read():
     assert text_of("a.pdf", encrypted("")) == "hidden"
 
 
-def test_paragraphs_and_tables_of_a_word_document_keep_their_order() -> None:
+def test_paragraphs_and_tables_of_a_word_document_keep_their_order():
     assert text_of("a.DOCX", word()) == "before\none\ttwo\nwide\nafter"
 
 
@@ -106,12 +105,12 @@ ENTITIES = b"""<?xml version="1.0"?><!DOCTYPE d [<!ENTITY a "aaaaaaaaaa">
         ("a.docx", with_part("word/document.xml", b"<"), "a Word document that is damaged"),
     ],
 )
-def test_unreadable_documents_give_a_reason(name: str, data: bytes, reason: str) -> None:
+def test_unreadable_documents_give_a_reason(name, data, reason):
     with pytest.raises(CorpusError, match=reason):
         text_of(name, data)
 
 
-def test_entities_are_not_expanded() -> None:
+def test_entities_are_not_expanded():
     try:
         text = text_of("a.docx", with_part("word/document.xml", ENTITIES))
     except CorpusError:
@@ -119,7 +118,7 @@ def test_entities_are_not_expanded() -> None:
     assert "aaaa" not in text
 
 
-def test_a_document_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_that_unpacks_to_too_much_is_not_unpacked(monkeypatch):
     bomb = with_part("word/media/zeros", bytes(1 << 20))
     assert len(bomb) < 1 << 17
     monkeypatch.setattr(decoding, "MAX_SIZE", 1 << 20)
@@ -136,9 +135,7 @@ def test_a_document_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "data", "library"), [("a.pdf", pdf("text"), "pypdf"), ("a.docx", word(), "docx")]
 )
-def test_a_library_that_is_missing_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, library: str
-) -> None:
+def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch, name, data, library):
     monkeypatch.setitem(sys.modules, library, None)
     (tmp_path / name).write_bytes(data)
     (tmp_path / "a.txt").write_text("text")

@@ -56,7 +56,7 @@ def meanwhile(work: Callable[[], object], others: Callable[[], object]) -> str:
     return said[0]
 
 
-def test_a_store_that_another_process_makes_is_awaited(tmp_path: Path) -> None:
+def test_a_store_that_another_process_makes_is_awaited(tmp_path):
     job, path, finished = make_job(300), tmp_path / "store.kv", []
 
     def make() -> None:
@@ -76,7 +76,7 @@ def test_a_store_that_another_process_makes_is_awaited(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store.kv"]
 
 
-def test_unfinished_work_of_another_process_is_continued(tmp_path: Path) -> None:
+def test_unfinished_work_of_another_process_is_continued(tmp_path):
     job, path, begun = make_job(300), tmp_path / "store.kv", []
     writer = job.open(path)
     writer.__enter__()
@@ -92,7 +92,7 @@ def test_unfinished_work_of_another_process_is_continued(tmp_path: Path) -> None
     assert begun == [200]
 
 
-def test_indexes_that_another_process_builds_are_waited_for(tmp_path: Path) -> None:
+def test_indexes_that_another_process_builds_are_waited_for(tmp_path):
     job, path = make_job(300), tmp_path / "store.kv"
     job.write(path)
     folder = indexes_folder(path)
@@ -103,7 +103,7 @@ def test_indexes_that_another_process_builds_are_waited_for(tmp_path: Path) -> N
     assert [entry.name for entry in folder.iterdir()] == ["flat"]
 
 
-def test_a_path_that_can_hold_no_store_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_path_that_can_hold_no_store_is_refused_at_once(tmp_path):
     job, path = make_job(300), tmp_path / "store.kv"
     job.write(path)
     inside = path / "another.kv"
@@ -111,9 +111,7 @@ def test_a_path_that_can_hold_no_store_is_refused_at_once(tmp_path: Path) -> Non
         many.kept(inside, lambda: job.write(inside))
 
 
-def test_one_that_publishes_just_now_is_busy_and_not_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_publishes_just_now_is_busy_and_not_broken(tmp_path, monkeypatch):
     partial = partial_path(tmp_path / "store.kv")
 
     def vanish(path: Path, *_: object, **__: object) -> None:
@@ -126,9 +124,7 @@ def test_one_that_publishes_just_now_is_busy_and_not_broken(
         pytest.fail("nothing is held")
 
 
-def test_two_that_ask_the_same_texts_prefill_each_of_them_once(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_ask_the_same_texts_prefill_each_of_them_once(loaded, tmp_path, monkeypatch):
     texts = ["one text and " * 30, "another text and " * 30, "a third text and " * 30]
     done: list[int] = []
 
@@ -148,9 +144,7 @@ def test_two_that_ask_the_same_texts_prefill_each_of_them_once(
     assert sorted(whole) == sorted(one), "each text's last report of tokens came once"
 
 
-def test_a_lock_that_another_process_makes_meanwhile_is_no_foreign_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_another_process_makes_meanwhile_is_no_foreign_folder(tmp_path, monkeypatch):
     partial = partial_path(tmp_path / "store.kv")
     listed = os.listdir
 

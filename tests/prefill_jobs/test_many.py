@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, jobs_of, prefill_many
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
-from tests.prefill_jobs.killing import Runner, tree
+from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
 
 SETTINGS = Settings(options={"chunk": "32"})
@@ -82,9 +82,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_decode.prefill_jobs.job.load", load)
 
 
-def test_each_corpus_becomes_the_store_it_would_become_alone(
-    inputs: Path, corpora: list[str], tmp_path: Path
-) -> None:
+def test_each_corpus_becomes_the_store_it_would_become_alone(inputs, corpora, tmp_path):
     seen: list[tuple[str, int, int, str]] = []
     results = run(inputs, corpora, tmp_path / "out", progress=lambda *now: seen.append(now))
     assert list(results) == ["a.kv", "b.kv", "c.kv"]
@@ -99,7 +97,7 @@ def test_each_corpus_becomes_the_store_it_would_become_alone(
     assert steps[-1][2] == f"3 of 3, {corpora[2]}"
 
 
-def test_a_corpus_that_fails_stops_no_other(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
+def test_a_corpus_that_fails_stops_no_other(inputs, corpora, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "out" / "b.kv.partial").mkdir(parents=True)
     (tmp_path / "out" / "b.kv.partial" / "mine").write_text("not of a store")
@@ -116,15 +114,13 @@ def test_a_corpus_that_fails_stops_no_other(inputs: Path, corpora: list[str], tm
     KVStore.open(tmp_path / "out" / "c.kv").verify()
 
 
-def test_no_model_is_loaded_where_nothing_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_model_is_loaded_where_nothing_can_be_read(tmp_path, monkeypatch):
     no_model(monkeypatch)
     results = run(tmp_path, [str(tmp_path / "x"), str(tmp_path / "y")], tmp_path / "out")
     assert all(isinstance(result, CorpusError) for result in results.values())
 
 
-def test_the_same_run_again_keeps_existing_stores(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
+def test_the_same_run_again_keeps_existing_stores(inputs, corpora, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(inputs, corpora, out, progress=interrupt_at("prefill", "2 of 3"))
@@ -137,9 +133,7 @@ def test_the_same_run_again_keeps_existing_stores(inputs: Path, corpora: list[st
     assert tree(out / "b.kv") == alone(inputs, corpora[1], tmp_path / "b.kv")
 
 
-def test_a_store_of_other_tokens_or_settings_is_not_kept(
-    inputs: Path, corpora: list[str], tmp_path: Path
-) -> None:
+def test_a_store_of_other_tokens_or_settings_is_not_kept(inputs, corpora, tmp_path):
     run(inputs, corpora[:2], tmp_path / "out")
     before = tree(tmp_path / "out")
     Path(corpora[0]).write_text("something else")
@@ -155,7 +149,7 @@ def test_a_store_of_other_tokens_or_settings_is_not_kept(
     } == before
 
 
-def test_a_damaged_store_is_not_kept(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
+def test_a_damaged_store_is_not_kept(inputs, corpora, tmp_path):
     run(inputs, corpora, tmp_path / "out")
     (tmp_path / "out" / "a.kv" / "tokens" / "c.0").unlink()
     results = run(inputs, corpora, tmp_path / "out")
@@ -164,7 +158,7 @@ def test_a_damaged_store_is_not_kept(inputs: Path, corpora: list[str], tmp_path:
     assert results["c.kv"].kept
 
 
-def test_errors_of_all_corpora_stop_at_once(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
+def test_errors_of_all_corpora_stop_at_once(inputs, corpora, tmp_path):
     with pytest.raises(ModelError):
         run(inputs, corpora, tmp_path / "out", model=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError):
@@ -183,15 +177,13 @@ def test_errors_of_all_corpora_stop_at_once(inputs: Path, corpora: list[str], tm
         (["a#b c.txt"], "file:///x/", ["file:///x/a%23b%20c.kv"]),
     ],
 )
-def test_stores_are_named_after_their_corpora(
-    corpora: list[str], out: str, stores: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_are_named_after_their_corpora(corpora, out, stores, tmp_path, monkeypatch):
     (tmp_path / "here" / "v1.2").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     assert jobs_of(corpora, out) == [Job(*pair) for pair in zip(corpora, stores, strict=True)]
 
 
-def test_two_stores_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_stores_of_one_name_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^x/a\.txt and y/a\.md would both become a\.kv: "):
         jobs_of(["x/a.txt", "b", "y/a.md"], "out")
     (tmp_path / "file").write_text("")
@@ -221,7 +213,7 @@ def bucketed(inputs: Path, corpora: list[str], tmp_path: Path) -> Bucketed:
     return Bucketed(inputs, corpora[0], tmp_path)
 
 
-def test_a_store_goes_straight_into_a_bucket(bucketed: Bucketed) -> None:
+def test_a_store_goes_straight_into_a_bucket(bucketed):
     report = bucketed.run()
     assert report.store == bucketed.url
     assert report.pushed
@@ -232,7 +224,7 @@ def test_a_store_goes_straight_into_a_bucket(bucketed: Bucketed) -> None:
 
 
 @pytest.mark.parametrize("stage", ["prefill", "push"])
-def test_interrupted_on_its_way_into_a_bucket(bucketed: Bucketed, stage: str) -> None:
+def test_interrupted_on_its_way_into_a_bucket(bucketed, stage):
     with pytest.raises(KeyboardInterrupt):
         bucketed.run(progress=interrupt_at(stage))
     assert bucketed.staged == ["lock", "store.partial" if stage == "prefill" else "store"]
@@ -246,9 +238,7 @@ def test_interrupted_on_its_way_into_a_bucket(bucketed: Bucketed, stage: str) ->
 
 
 @pytest.mark.parametrize("moment", ["before", "amid"])
-def test_killed_when_only_the_local_copy_was_left(
-    bucketed: Bucketed, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_when_only_the_local_copy_was_left(bucketed, moment, monkeypatch):
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -265,14 +255,14 @@ def test_killed_when_only_the_local_copy_was_left(
     assert list(bucketed.staging.iterdir()) == []
 
 
-def test_killed_before_its_very_last_step(bucketed: Bucketed) -> None:
+def test_killed_before_its_very_last_step(bucketed):
     bucketed.run()
     destinations.InBucket(bucketed.url, bucketed.staging).folder.mkdir()
     assert bucketed.run().kept
     assert list(bucketed.staging.iterdir()) == []
 
 
-def test_a_staged_store_of_another_corpus_is_not_used(bucketed: Bucketed) -> None:
+def test_a_staged_store_of_another_corpus_is_not_used(bucketed):
     with pytest.raises(KeyboardInterrupt):
         bucketed.run(progress=interrupt_at("push"))
     Path(bucketed.corpus).write_text("something else")
@@ -281,15 +271,13 @@ def test_a_staged_store_of_another_corpus_is_not_used(bucketed: Bucketed) -> Non
     assert not exists(bucketed.url)
 
 
-def test_one_process_at_a_time_stages_a_store(bucketed: Bucketed) -> None:
+def test_one_process_at_a_time_stages_a_store(bucketed):
     folder = destinations.InBucket(bucketed.url, bucketed.staging).folder
     with locked(folder), pytest.raises(StoreBusy):
         bucketed.run()
 
 
-def test_a_bucket_is_tried_before_the_work_begins(
-    bucketed: Bucketed, corpora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_is_tried_before_the_work_begins(bucketed, corpora, tmp_path, monkeypatch):
     bucketed.run()
     assert bucketed.run().kept
     no_model(monkeypatch)
@@ -312,7 +300,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
         yield service
 
 
-def test_several_corpora_into_a_bucket(s3: Service, inputs: Path, corpora: list[str], tmp_path: Path) -> None:
+def test_several_corpora_into_a_bucket(s3, inputs, corpora, tmp_path):
     given: dict[str, Any] = {"staging": tmp_path / "staging"}
     first = run(inputs, corpora[:2], "s3://many/deep", **given)
     assert [result.kept for result in first.values()] == [False, False]
@@ -329,9 +317,7 @@ def test_several_corpora_into_a_bucket(s3: Service, inputs: Path, corpora: list[
     assert list((tmp_path / "staging").iterdir()) == []
 
 
-def test_a_bucket_that_goes_away_keeps_the_staged_store(
-    s3: Service, inputs: Path, corpora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_goes_away_keeps_the_staged_store(s3, inputs, corpora, tmp_path, monkeypatch):
     def closing(stage: str, done: int, total: int, about: str) -> None:
         if stage == "push" and done and about.startswith("1 of 2"):
             s3.refuse_after = 0
@@ -351,42 +337,33 @@ _EMPTIED = ("a.kv.pushing", "b.kv.pushing")
 """What the lock of a push to a folder may leave, with nothing in it."""
 
 
-def killed_and_run_again(
-    runner: Runner, inputs: Path, folder: Path, steps: Callable[[int], list[int]]
-) -> None:
-    """Two corpora on their way into a bucket, killed at steps of the file system and run again."""
+@pytest.mark.parametrize("fifty", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_killed_on_the_way_into_a_bucket(runner, inputs, tmp_path, fifty):
+    """Two corpora on their way, killed at steps of the file system and run again."""
     for name in "ab":
-        (folder / f"{name}.txt").write_text(f"{name} corpus " * 12)
-    command = ["prefill", *(str(folder / f"{name}.txt") for name in "ab"), "--model", str(inputs / "model")]
-    command += ["--out", f"file://{folder}/bucket/", "--staging", str(folder / "staging"), "-o", "chunk=64"]
-
-    def clear() -> None:
-        for name in ("bucket", "staging"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-
+        (tmp_path / f"{name}.txt").write_text(f"{name} corpus " * 12)
+    command = ["prefill", *(str(tmp_path / f"{name}.txt") for name in "ab"), "--model", str(inputs / "model")]
+    command += [
+        "--out",
+        f"file://{tmp_path}/bucket/",
+        "--staging",
+        str(tmp_path / "staging"),
+        "-o",
+        "chunk=64",
+    ]
     whole = runner.run(command)
     assert whole.code == 0, whole
-    expected = tree(folder / "bucket")
-    for step in steps(whole.steps - 4):  # threads make a few steps more in one run than in another
-        clear()
+    expected, last = tree(tmp_path / "bucket"), whole.steps - 4  # threads make a few more in one run
+    steps = random.Random(7).sample(range(last), 5)
+    if fifty:
+        steps = [*random.Random(8).sample(range(1, last - 30), 35), *range(last - 30, last, 2)]
+    for step in steps:
+        for name in ("bucket", "staging"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
         ran = runner.run(command, kill_at=step)
         assert ran.killed, f"it has no step {step}: {ran}"
         again = runner.run(command)
         assert again.code == 0, again
-        found = tree(folder / "bucket")
+        found = tree(tmp_path / "bucket")
         assert {name: data for name, data in found.items() if data or name not in _EMPTIED} == expected, step
-        assert list((folder / "staging").iterdir()) == [], step
-
-
-def test_killed_on_the_way_into_a_bucket(runner: Runner, inputs: Path, tmp_path: Path) -> None:
-    killed_and_run_again(runner, inputs, tmp_path, lambda n: random.Random(7).sample(range(n), 5))
-
-
-@pytest.mark.slow
-def test_killed_at_fifty_steps_on_the_way_into_a_bucket(runner: Runner, inputs: Path, tmp_path: Path) -> None:
-    killed_and_run_again(
-        runner,
-        inputs,
-        tmp_path,
-        lambda n: [*random.Random(8).sample(range(1, n - 30), 35), *range(n - 30, n, 2)],
-    )
+        assert list((tmp_path / "staging").iterdir()) == [], step

@@ -18,7 +18,7 @@ import pytest
 from offload_decode.common.errors import ConfigError, CorpusError, ModelError, OffloadDecodeError, StoreBusy
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.corpus import TextDocument
-from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
+from offload_decode.prefill_jobs.job import Maker, PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, Texts, jobs_of
 from offload_decode.prefill_jobs.on_ray import workers
 from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, PrefillSetup, prefill_on_ray, prefilled
@@ -96,7 +96,7 @@ def report(name: str) -> PrefillReport:
     return PrefillReport(f"{name}.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)
 
 
-SETUP = PrefillSetup("m", "auto", "auto", "auto", Settings(), None, Caps())
+SETUP = PrefillSetup(Maker("m", Settings()), None, Caps())
 
 
 def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[str, Any], list[Any]]:
@@ -109,14 +109,14 @@ def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_corpus_is_done_and_progress_is_in_tokens(workers: int) -> None:
+def test_every_corpus_is_done_and_progress_is_in_tokens(workers):
     results, seen = drive(MadeUpRay({}), workers=workers)
     assert {name: type(result) for name, result in results.items()} == dict.fromkeys("abc", PrefillReport)
     assert seen[-1] == ("prefill", 30, 30, "3 of 3 done, 0 at work")
     assert all(done <= total for _, done, total, _ in seen)
 
 
-def test_ray_restarts_lost_workers_and_their_tasks() -> None:
+def test_ray_restarts_lost_workers_and_their_tasks():
     ray = MadeUpRay({})
     drive(ray)
     (options,) = ray.options
@@ -124,13 +124,13 @@ def test_ray_restarts_lost_workers_and_their_tasks() -> None:
     assert options["max_task_retries"] == TRIES - 1
 
 
-def test_a_worker_for_which_nothing_is_left_gives_its_share_back() -> None:
+def test_a_worker_for_which_nothing_is_left_gives_its_share_back():
     ray = MadeUpRay({})
     drive(ray, workers=2)
     assert ray.killed == 2, "one that was lost may be waiting for it"
 
 
-def test_a_corpus_that_loses_all_its_workers_stops_no_other() -> None:
+def test_a_corpus_that_loses_all_its_workers_stops_no_other():
     results, _ = drive(MadeUpRay({"b": [RayError("gone for good\nmore")]}))
     assert f"{TRIES} Ray workers were lost" in str(results["b"])
     assert "gone for good; " in str(results["b"])
@@ -138,7 +138,7 @@ def test_a_corpus_that_loses_all_its_workers_stops_no_other() -> None:
     assert isinstance(results["c"], PrefillReport)
 
 
-def test_a_bad_corpus_is_not_tried_again() -> None:
+def test_a_bad_corpus_is_not_tried_again():
     results, _ = drive(MadeUpRay({"b": [CorpusError("bad")]}))
     assert str(results["b"]) == "bad"
 
@@ -151,17 +151,17 @@ def test_a_bad_corpus_is_not_tried_again() -> None:
         {"a": [RayTaskError(MemoryError("stop"))]},
     ],
 )
-def test_errors_of_all_corpora_stop_at_once(plan: dict[str, list[Any]]) -> None:
+def test_errors_of_all_corpora_stop_at_once(plan):
     with pytest.raises((OffloadDecodeError, MemoryError), match=r"^stop$"):
         drive(MadeUpRay(plan))
 
 
-def test_without_a_worker_that_could_load_the_model_nothing_is_waited_for() -> None:
+def test_without_a_worker_that_could_load_the_model_nothing_is_waited_for():
     with pytest.raises(OffloadDecodeError, match=f"{TRIES} Ray workers were lost while they loaded"):
         drive(MadeUpRay({"load": [RayError("killed")] * 2}), workers=2)
 
 
-def test_one_worker_that_could_load_the_model_does_all() -> None:
+def test_one_worker_that_could_load_the_model_does_all():
     results, _ = drive(MadeUpRay({"load": [RayError("killed")]}), workers=2)
     assert all(isinstance(result, PrefillReport) for result in results.values())
 
@@ -179,14 +179,12 @@ def test_one_worker_that_could_load_the_model_does_all() -> None:
         ([{"CPU": 8.0, "GPU": 4.0}], 6, "auto", 4, {"num_cpus": 1, "num_gpus": 1}),
     ],
 )
-def test_shares(
-    machines: list[dict[str, float]], wanted: int | None, device: str, count: int, share: dict[str, int]
-) -> None:
+def test_shares(machines, wanted, device, count, share):
     assert shares(MadeUpRay({}, machines), wanted, device) == (count, share)
     assert shares(MadeUpRay({}, machines), wanted, device, grows=True) == (wanted or count, share)
 
 
-def test_a_cluster_without_machines_is_waited_for_where_a_number_is_given() -> None:
+def test_a_cluster_without_machines_is_waited_for_where_a_number_is_given():
     none = MadeUpRay({}, [{"memory": 1.0}])
     assert shares(none, 3, "auto", grows=True) == (3, {"num_cpus": 1})
     for wanted, grows in [(None, True), (3, False)]:
@@ -194,7 +192,7 @@ def test_a_cluster_without_machines_is_waited_for_where_a_number_is_given() -> N
             shares(none, wanted, "auto", grows)
 
 
-def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch):
     texts = Texts(Job("a", "a.kv"), [], ())
     answers = iter([StoreBusy("held"), StoreBusy("held"), report("a")])
 
@@ -213,19 +211,19 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(in_its_place.do(texts).result, PrefillReport)
 
 
-def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"offload-decode\[ray\]"):
         prefill_on_ray([], Cluster("ray", None, Caps()), model="m", settings=Settings())
 
 
-def test_only_ray_addresses_are_taken() -> None:
+def test_only_ray_addresses_are_taken():
     with pytest.raises(ConfigError, match="ray://HOST:PORT"):
         Cluster("dask", None, Caps())
 
 
 @pytest.mark.slow
-def test_a_local_cluster_that_loses_a_worker(inputs: Path, tmp_path: Path) -> None:
+def test_a_local_cluster_that_loses_a_worker(inputs, tmp_path):
     """Two workers; the first to be well into a corpus is killed with SIGKILL."""
     pytest.importorskip("ray")
     words = random.Random(0)

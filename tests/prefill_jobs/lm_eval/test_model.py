@@ -18,6 +18,7 @@ from tests.tiny import text_model, tiny_tokenizer
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate")
 
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
@@ -54,8 +55,17 @@ GREEDY = [
 ]
 
 
-def asked(kind, arguments):
-    return [Instance(kind, {}, own, number) for number, own in enumerate(arguments)]
+def ask(lm, kind, arguments):
+    requests = [Instance(kind, {}, own, number) for number, own in enumerate(arguments)]
+    return getattr(lm, kind)(requests, disable_tqdm=True)
+
+
+def scored(lm, pairs=PAIRS):
+    return ask(lm, "loglikelihood", pairs)
+
+
+def written(lm, requests=GREEDY):
+    return ask(lm, "generate_until", requests)
 
 
 def saved(path, family):
@@ -93,10 +103,10 @@ def close(found, wanted):
 def test_log_likelihoods_and_greedy_flags_are_those_of_the_plain_model(ours, theirs, given, chosen):
     plain, stored = theirs(**given), ours(**given, **chosen)
     # What greedy decoding writes is among the continuations, or no flag would be set.
-    written = plain.generate_until(asked("generate_until", GREEDY[:2]), disable_tqdm=True)
-    pairs = PAIRS + [(context, answer) for (context, _), answer in zip(GREEDY, written, strict=False)]
-    wanted = plain.loglikelihood(asked("loglikelihood", pairs), disable_tqdm=True)
-    found = stored.loglikelihood(asked("loglikelihood", pairs), disable_tqdm=True)
+    greedy = written(plain, GREEDY[:2])
+    pairs = PAIRS + [(context, answer) for (context, _), answer in zip(GREEDY, greedy, strict=False)]
+    wanted = scored(plain, pairs)
+    found = scored(stored, pairs)
     assert close([score for score, _ in found], [score for score, _ in wanted])
     assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
 
@@ -105,18 +115,16 @@ def test_windows_are_stored_with_the_rest(tmp_path):
     folder = saved(tmp_path, "gemma2")
     plain = HFLM(AutoModelForCausalLM.from_pretrained(folder), tokenizer=tiny_tokenizer())
     stored = OffloadDecodeLM(str(folder), **SMALL, **ALL)
-    wanted = plain.loglikelihood(asked("loglikelihood", PAIRS), disable_tqdm=True)
-    found = stored.loglikelihood(asked("loglikelihood", PAIRS), disable_tqdm=True)
+    wanted = scored(plain)
+    found = scored(stored)
     assert close([score for score, _ in found], [score for score, _ in wanted])
 
 
 @pytest.mark.parametrize("given", [{}, {"max_length": 70}])
 def test_rolling_log_likelihoods_are_those_of_the_plain_model(ours, theirs, given):
     texts = [(DOCUMENT,), ("",), ("ab",), (OTHER + DOCUMENT,)]
-    wanted = theirs(**given).loglikelihood_rolling(asked("loglikelihood_rolling", texts), disable_tqdm=True)
-    found = ours(selector="dense", **given).loglikelihood_rolling(
-        asked("loglikelihood_rolling", texts), disable_tqdm=True
-    )
+    wanted = ask(theirs(**given), "loglikelihood_rolling", texts)
+    found = ask(ours(selector="dense", **given), "loglikelihood_rolling", texts)
     assert close(found, wanted)
 
 
@@ -124,8 +132,8 @@ def test_rolling_log_likelihoods_are_those_of_the_plain_model(ours, theirs, give
 def test_answers_are_those_of_the_plain_model(ours, theirs, given, chosen):
     plain = theirs(**given)
     # One by one: among others of its batch, a context would be padded.
-    wanted = [plain.generate_until(asked("generate_until", [own]), disable_tqdm=True)[0] for own in GREEDY]
-    found = ours(**given, **chosen).generate_until(asked("generate_until", GREEDY), disable_tqdm=True)
+    wanted = [written(plain, [own])[0] for own in GREEDY]
+    found = written(ours(**given, **chosen))
     assert found == wanted
 
 
@@ -134,14 +142,13 @@ def test_a_sampled_answer_is_that_of_the_plain_model_from_the_same_seed(ours, th
     answers = []
     for model in (theirs(), ours(selector="dense")):
         torch.manual_seed(5)
-        answers += model.generate_until(asked("generate_until", own), disable_tqdm=True)
+        answers += written(model, own)
     assert answers[0] == answers[1]
 
 
 def test_the_selector_applies_to_stored_tokens_and_not_to_short_requests(ours):
     exact, sparse = (
-        ours(selector=name, **more).loglikelihood(asked("loglikelihood", PAIRS), disable_tqdm=True)
-        for name, more in (("dense", {}), ("topk", {"budget": 1}))
+        scored(ours(selector=name, **more)) for name, more in (("dense", {}), ("topk", {"budget": 1}))
     )
     differ = [not close(one[0], other[0]) for one, other in zip(exact, sparse, strict=True)]
     assert differ == [True] * 8 + [False] * 3
@@ -150,14 +157,14 @@ def test_the_selector_applies_to_stored_tokens_and_not_to_short_requests(ours):
 def test_results_come_in_the_order_of_their_requests(ours):
     lm, order = ours(selector="topk", budget=9), list(range(len(PAIRS)))
     random.Random(1).shuffle(order)
-    straight = lm.loglikelihood(asked("loglikelihood", PAIRS), disable_tqdm=True)
-    shuffled = lm.loglikelihood(asked("loglikelihood", [PAIRS[n] for n in order]), disable_tqdm=True)
+    straight = scored(lm)
+    shuffled = scored(lm, [PAIRS[n] for n in order])
     assert shuffled == [straight[n] for n in order]
 
 
 def test_a_prefix_is_stored_once_and_found_again_by_a_later_run(ours, tmp_path, monkeypatch):
     kept = {"selector": "topk", "budget": 9, "stores": str(tmp_path / "stores")}
-    first = ours(**kept).loglikelihood(asked("loglikelihood", PAIRS), disable_tqdm=True)
+    first = scored(ours(**kept))
     names = sorted(path.name for path in (tmp_path / "stores").iterdir())
     assert len(names) == 2  # of the document, and of the other one
 
@@ -166,7 +173,7 @@ def test_a_prefix_is_stored_once_and_found_again_by_a_later_run(ours, tmp_path, 
 
     monkeypatch.setattr(stores, "prefill_tokens", refuse)
     again = ours(**kept)
-    assert again.loglikelihood(asked("loglikelihood", PAIRS), disable_tqdm=True) == first
+    assert scored(again) == first
     assert again.get_model_info()["offload_decode"]["requests"]["behind_stores"] == 8
 
 
@@ -197,8 +204,8 @@ def test_stores_of_other_settings_have_other_names(ours):
 def test_results_are_cached_as_they_come(ours):
     lm, cached = ours(), []
     lm.cache_hook.add_partial = lambda *entry: cached.append(entry)
-    found = lm.loglikelihood(asked("loglikelihood", PAIRS[:3]), disable_tqdm=True)
-    answers = lm.generate_until(asked("generate_until", GREEDY[:1]), disable_tqdm=True)
+    found = scored(lm, PAIRS[:3])
+    answers = written(lm, GREEDY[:1])
     wanted = [("loglikelihood", pair, score) for pair, score in zip(PAIRS, found, strict=False)]
     assert sorted(cached[:3]) == sorted(wanted)
     assert cached[3:] == [("generate_until", GREEDY[0], answers[0])]
@@ -240,12 +247,12 @@ def test_wrong_arguments_are_refused_before_a_model_is_loaded(given, told):
 @pytest.mark.parametrize("wrong", [{"num_beams": 4}, {"colour": "red"}, {"max_gen_toks": 0}])
 def test_generations_that_are_not_done_are_refused(ours, wrong):
     with pytest.raises(ConfigError):
-        ours().generate_until(asked("generate_until", [("a", wrong)]), disable_tqdm=True)
+        written(ours(), [("a", wrong)])
 
 
 def test_a_continuation_that_cannot_be_scored_is_refused(ours):
     with pytest.raises(ConfigError, match="max_length"):
-        ours(max_length=5).loglikelihood(asked("loglikelihood", [("a", "bcdefg")]), disable_tqdm=True)
+        scored(ours(max_length=5), [("a", "bcdefg")])
 
 
 def test_user_arguments_win_over_lm_eval_defaults(folder):
@@ -283,3 +290,14 @@ def test_transformers_finds_the_tokenizer_of_a_name_of_ours(monkeypatch):
     assert AutoTokenizer.from_pretrained("demo", trust_remote_code=True) is tokenizer
     with pytest.raises(OSError, match="elsewhere"):
         AutoTokenizer.from_pretrained("./elsewhere", local_files_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["dense", "topk,budget=64"])
+def test_chains_and_coded_words_of_ruler_are_found(selector):
+    """A model that answers nothing scores 0 in both; the three coded words count one by one."""
+    pytest.importorskip("wonderwords", reason="lm-eval's RULER is not installed")
+    given = {"model_args": f"pretrained=demo,selector={selector}", "metadata": {"max_seq_lengths": [1024]}}
+    found = simple_evaluate(NAME, **given, tasks=["ruler_vt", "ruler_fwe"], limit=4)["results"]
+    assert found["ruler_vt"]["1024,none"] >= 0.75
+    assert found["ruler_fwe"]["1024,none"] >= 0.5
