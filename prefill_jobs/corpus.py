@@ -25,6 +25,8 @@ from offload_decode.prefill_jobs.folders import (
 )
 from offload_decode.types import Document
 
+Encoded = tuple[NDArray[np.int32], list[Document]]
+
 
 class TextDocument(NamedTuple):
     """One document: its path relative to the corpus, with `/`, and its text."""
@@ -61,9 +63,7 @@ def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocume
     return documents, skipped
 
 
-def encode_corpus(
-    tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument]
-) -> tuple[NDArray[np.int32], list[Document]]:
+def encode_corpus(tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument]) -> Encoded:
     """Token ids int32 `[N]` of the prompt before any question, and the span of each document in them.
 
     The spans tile the tokens: the opening of the prompt belongs to the first. Several documents are each
@@ -73,9 +73,7 @@ def encode_corpus(
     return _with_spans(documents, prompt.corpus(tokenizer, texts), 0)
 
 
-def encode_further(
-    tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], begin: int
-) -> tuple[NDArray[np.int32], list[Document]]:
+def encode_further(tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], begin: int) -> Encoded:
     """As `encode_corpus`, for documents behind `begin` tokens of others; each is headed by its name."""
     return _with_spans(documents, prompt.further(tokenizer, map(headed, documents)), begin)
 
@@ -84,9 +82,7 @@ def headed(document: TextDocument) -> str:
     return f"Document: {document.name}\n{document.text}"
 
 
-def _with_spans(
-    documents: Sequence[TextDocument], encoded: Iterable[list[int]], begin: int
-) -> tuple[NDArray[np.int32], list[Document]]:
+def _with_spans(documents: Sequence[TextDocument], encoded: Iterable[list[int]], begin: int) -> Encoded:
     tokens: list[int] = []
     spans = []
     for document, ids in zip(documents, encoded, strict=True):

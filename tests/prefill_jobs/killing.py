@@ -266,10 +266,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def _works(command: list[str]) -> bool:
-    return (
-        shutil.which(command[0]) is not None
-        and not subprocess.run(command, capture_output=True, check=False).returncode
-    )
+    found = shutil.which(command[0])
+    return bool(found) and not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 # What follows runs in the Runner's process and in its children.
@@ -294,22 +292,12 @@ def _import_all() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for module in (
-        "zarr",
-        "numba",
-        "transformers.models.gemma2",
-        "offload_decode.cli.main",
-        "offload_decode.prefill_jobs.job",
-        "offload_decode.prefill_jobs.append",
-        "offload_decode.prefill_jobs.indexing",
-        "offload_decode.cli.bus_error",
-        "offload_decode.kv.indexes",
-        "offload_decode.engine.engine",
-        "offload_decode.prefill_jobs.buckets",
-        "offload_decode.prefill_jobs.collect",
-        "offload_decode.indexes.clusters.index",
-    ):
+    for module in ("zarr", "numba", "transformers.models.gemma2"):
         importlib.import_module(module)
+    ours = """cli.main prefill_jobs.job prefill_jobs.append prefill_jobs.indexing cli.bus_error kv.indexes
+        engine.engine prefill_jobs.buckets prefill_jobs.collect indexes.clusters.index"""
+    for module in ours.split():
+        importlib.import_module(f"offload_decode.{module}")
     from offload_decode.indexes.registry import load_libraries
     from offload_decode.store import layout
 

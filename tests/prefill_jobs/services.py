@@ -37,11 +37,8 @@ class Service:
     def sent(self, method: str) -> list[str]:
         """The requests of one method, without those for lists, claims and probes."""
         hidden = ("SHA256SUMS", "PUSHING", ".probe", "list-type")
-        return [
-            line
-            for line in self.requests
-            if line.startswith(method + " ") and not any(h in line for h in hidden)
-        ]
+        lines = [line for line in self.requests if line.startswith(method + " ")]
+        return [line for line in lines if not any(word in line for word in hidden)]
 
     def __call__(self, environ: Any, start_response: Any) -> Any:
         query = environ.get("QUERY_STRING", "")
@@ -134,11 +131,8 @@ class GoogleXml:
         if request.method == "POST" and upload:
             metadata, parts = self.uploads.pop(upload)
             self.objects[key] = b"".join(parts[number] for number in sorted(parts)), metadata
-            return (
-                "200 OK",
-                tag,
-                b"<CompleteMultipartUploadResult><ETag>e</ETag></CompleteMultipartUploadResult>",
-            )
+            name = "CompleteMultipartUploadResult"
+            return "200 OK", tag, f"<{name}><ETag>e</ETag></{name}>".encode()
         if request.method == "PUT":
             if request.headers.get("x-goog-if-generation-match") == "0" and key in self.objects:
                 return "412 Precondition Failed", {}, b""
@@ -160,14 +154,10 @@ class GoogleXml:
 def use_s3(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Point this process, and those it starts, at an S3 service on loopback."""
     clear(monkeypatch)
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "ACCESSKEY",
-        "AWS_SECRET_ACCESS_KEY": "SECRETKEY",
-        "AWS_REGION": "us-east-1",
-        "AWS_METADATA_ENDPOINT": "http://127.0.0.1:9",
-    }.items():
-        monkeypatch.setenv(name, value)
+    given = {"ACCESS_KEY_ID": "ACCESSKEY", "SECRET_ACCESS_KEY": "SECRETKEY", "REGION": "us-east-1"}
+    given |= {"ENDPOINT_URL": endpoint, "METADATA_ENDPOINT": "http://127.0.0.1:9"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
 
 
 def use_google(monkeypatch: pytest.MonkeyPatch, endpoint: str, token: str = "right") -> None:

@@ -95,6 +95,7 @@ class Machines:
         self.killed.append(worker)
 
     def wait(self, promises: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert promises, "Ray refuses to wait for nothing"
         ready = [one for one in promises if one not in self.number or self.there(self.number[one])]
         return ready[:num_returns], []
 

@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, PrefillSetup, pre
 from offload_decode.prefill_jobs.on_ray.pool import Pool
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Reply, shares
 from tests.prefill_jobs.killing import tree
+from tests.prefill_jobs.test_pool import Machines
 
 SETTINGS = Settings(options={"chunk": "4"})
 
@@ -38,17 +38,18 @@ class RayTaskError(RayError):
         self.cause = cause
 
 
-class MadeUpRay:
+class MadeUpRay(Machines):
     """A cluster whose workers do what `plan` says of a corpus (or of `load`), one thing after another. What
     Ray does by itself, to start lost workers and their tasks again, is done before it raises.
     """
 
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+
     def __init__(self, plan: dict[str, list[Any]], machines: list[dict[str, float]] | None = None) -> None:
+        super().__init__({})
         self.plan = {name: iter(steps) for name, steps in plan.items()}
         self.machines = machines or [{"CPU": 2.0}]
-        self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
         self.options: list[dict[str, Any]] = []
-        self.killed = 0
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"Alive": True, "Resources": machine} for machine in self.machines] + [
@@ -77,19 +78,6 @@ class MadeUpRay:
         if name == "load":
             return Reply(step, None if step else frozenset())
         return Reply(step or report(name))
-
-    def put(self, value: object) -> Any:
-        return value
-
-    def get(self, promise: Callable[[], Any]) -> Any:
-        return promise()
-
-    def wait(self, promises: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        assert promises, "Ray refuses to wait for nothing"
-        return promises[:num_returns], promises[num_returns:]
-
-    def kill(self, worker: Any) -> None:
-        self.killed += 1
 
 
 def report(name: str) -> PrefillReport:
@@ -127,7 +115,7 @@ def test_ray_restarts_lost_workers_and_their_tasks():
 def test_a_worker_for_which_nothing_is_left_gives_its_share_back():
     ray = MadeUpRay({})
     drive(ray, workers=2)
-    assert ray.killed == 2, "one that was lost may be waiting for it"
+    assert len(ray.killed) == 2, "one that was lost may be waiting for it"
 
 
 def test_a_corpus_that_loses_all_its_workers_stops_no_other():
