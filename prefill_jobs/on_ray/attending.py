@@ -21,8 +21,14 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import Ask, Promised, ScatteredPrefix, StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.planning.caps import Caps, apply_caps
-from offload_decode.prefill_jobs.on_ray import workers as on_ray
-from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster
+from offload_decode.prefill_jobs.on_ray.workers import (
+    ACTOR_OPTIONS,
+    TRIES,
+    Cluster,
+    connected,
+    installed,
+    shares,
+)
 from offload_decode.store.base import StoreRange, ranges
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, StepStats
@@ -78,12 +84,12 @@ def scattered(engine: Engine, cluster: Cluster, config: EngineConfig) -> Iterato
     Raises `ConfigError` where Ray is not installed or the selector keeps a state, `OffloadDecodeError` where
     no cluster answers or a worker cannot open its part.
     """
-    ray = on_ray.installed("--workers ray")
+    ray = installed("--workers ray")
     own = engine.store.manifest
-    with on_ray.connected(ray, cluster.address):
-        count, share = on_ray.shares(ray, cluster.workers, "cpu")
+    with connected(ray, cluster.address):
+        count, share = shares(ray, cluster.workers, "cpu")
         path, digest = os.path.abspath(engine.store.path), engine.store.store_digest
-        start = ray.remote(Attender).options(**share, **on_ray.ACTOR_OPTIONS).remote
+        start = ray.remote(Attender).options(**share, **ACTOR_OPTIONS).remote
         workers = [
             start(AttendSetup(path, digest, *part, config, cluster.caps))
             for part in ranges(own.n_tokens, count, own.page_size)
