@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import index, output
-from offload_decode.cli.options import (
-    Device,
-    Folders,
-    GpuMemory,
-    Json,
-    Model,
-    NoSync,
-    Quiet,
-    Ram,
-    Store,
-    option,
-    with_groups,
-)
+from offload_decode.cli import options as opts
+from offload_decode.cli.options import Folders, option, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import skipped_files
-from offload_decode.cli.prefill_options import RunOptions
+from offload_decode.cli.prefill import RunOptions, skipped_files
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -32,22 +20,22 @@ if TYPE_CHECKING:
 
 @with_groups
 def append(
-    store: Store,
+    store: opts.Store,
     corpus: Annotated[
         str, typer.Argument(metavar="CORPUS", help="A text file, a folder of them, or - for standard input.")
     ],
     *,
-    model: Model = None,
+    model: opts.Model = None,
     folders: Folders,
-    device: Device = "auto",
+    device: opts.Device = "auto",
     weights: Annotated[
         str, option("W", "Weights of the model: auto (as in the store), or streamed to a GPU layer by layer.")
     ] = "auto",
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
-    no_sync: NoSync = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    gpu_memory: opts.GpuMemory = None,
+    ram: opts.Ram = None,
+    no_sync: opts.NoSync = False,
+    as_json: opts.Json = False,
+    quiet: opts.Quiet = False,
 ) -> None:
     """Add documents to a store.
 

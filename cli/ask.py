@@ -5,32 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from offload_decode.cli import client, output
+from offload_decode.cli import options as opts
 from offload_decode.cli.client import AnswerOptions, ServerAddress
 from offload_decode.cli.collections import AskedCollection, DocumentChoice, open_collection
 from offload_decode.cli.errors import exit_code, sentence
 from offload_decode.cli.limits import AskOptions, check_options, cluster_of, engine_opener, open_engine
-from offload_decode.cli.options import (
-    OUTPUT,
-    Cite,
-    From,
-    Json,
-    MaxNewTokens,
-    Seed,
-    StoreCollectionOrUrl,
-    Temperature,
-    TopP,
-    WorkerCount,
-    option,
-    question_from,
-    with_groups,
-    workers_option,
-)
+from offload_decode.cli.options import From, option, question_from, with_groups, workers_option
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
@@ -47,19 +33,19 @@ if TYPE_CHECKING:
 
 @with_groups
 def ask(
-    store: StoreCollectionOrUrl,
+    store: opts.StoreCollectionOrUrl,
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
     ],
     options: AskOptions,
     address: Annotated[ServerAddress | None, From(client.server_address)],
     choice: DocumentChoice,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    as_json: Json = False,
-    cites: Cite = False,
+    max_new_tokens: opts.MaxNewTokens = 128,
+    temperature: opts.Temperature = 0.0,
+    top_p: opts.TopP = 1.0,
+    seed: opts.Seed = 0,
+    as_json: opts.Json = False,
+    cites: opts.Cite = False,
     workers: Annotated[
         str | None,
         workers_option(
@@ -67,9 +53,9 @@ def ask(
             "machines have the store or collection at the same path, or fetch what they need from the bucket."
         ),
     ] = None,
-    worker_count: WorkerCount = None,
+    worker_count: opts.WorkerCount = None,
     stats: Annotated[
-        bool, option(None, "Show on stderr what the answer cost.", "--stats", panel=OUTPUT)
+        bool, option(None, "Show on stderr what the answer cost.", "--stats", panel=opts.OUTPUT)
     ] = False,
 ) -> None:
     """Answer one question from a store, or from documents of a collection.
@@ -98,18 +84,14 @@ def ask(
     engine = open_engine(store, options)
     if cluster is None:
         _ask_engine(engine, str(store), one)
-        return
+    else:
+        from offload_decode.prefill_jobs.on_ray.attending import scattered
 
-    from offload_decode.prefill_jobs.on_ray.attending import scattered
-
-    with scattered(engine, cluster, config) as on_workers:
-        _ask_engine(on_workers, str(store), one)
+        with scattered(engine, cluster, config) as on_workers:
+            _ask_engine(on_workers, str(store), one)
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A question, how its answer is generated, and how it is shown."""
-
+class _Question(NamedTuple):
     text: str
     wanted: AnswerOptions
     as_json: bool
@@ -120,37 +102,26 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
     from offload_decode.engine.citations import cite
     from offload_decode.hf import cuda_graphs
 
-    wanted = question.wanted
+    wanted, manifest = question.wanted, engine.store.manifest
     if question.as_json:
         given = engine.answer(question.text, wanted.max_new_tokens, wanted.sampler, wanted.cite)
-        cost = given.stats
-        output.answer_json(
-            {
-                "question": question.text,
-                **answer_fields(given),
-                "selector": engine.selector.name,
-                "options": asdict(engine.selector.options),
-                "search": engine.selector.report(),
-                "placement": engine.prefix.host.placement.report(),
-                "graphs": cuda_graphs.report(engine.loaded.model.base_model),
-                "store": store,
-                "model": engine.loaded.model_id,
-                "stored_tokens": engine.prefix.length,
-                "prefill": engine.store.manifest.prefill,
-                "kv": engine.store.manifest.kv,
-                "weights": engine.loaded.weights,
-                "stats": asdict(cost),
-            }
-        )
+        cost, loaded, selector = given.stats, engine.loaded, engine.selector
+        told = {"question": question.text, **answer_fields(given), "selector": selector.name}
+        told |= {"options": asdict(selector.options), "search": selector.report()}
+        told |= {"placement": engine.prefix.host.placement.report()}
+        told |= {"graphs": cuda_graphs.report(loaded.model.base_model), "store": store}
+        told |= {"model": loaded.model_id, "stored_tokens": engine.prefix.length}
+        told |= {"prefill": manifest.prefill, "kv": manifest.kv, "weights": loaded.weights}
+        output.answer_json(told | {"stats": asdict(cost)})
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:
             show(engine.stream(question.text, wanted.max_new_tokens, wanted.sampler))
         cost = engine.prefix.take_stats()
         if watch is not None:
             output.note(cited_text(cite(watch, engine.store, engine.tokenizer)))
-    if inexact := approximations(engine.store.manifest):
+    if inexact := approximations(manifest):
         output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
-    if quantised := other_weights(engine.store.manifest, engine.loaded.weights):
+    if quantised := other_weights(manifest, engine.loaded.weights):
         output.note(quantised)
     if cost.tail_rows:
         output.note(
@@ -236,19 +207,18 @@ def describe(cost: StepStats, engine: Engine) -> str:
     looked_up = cost.cache_hits + cost.cache_misses
     cached = f"; {cost.cache_hits / looked_up:.1%} of the rows were in the device cache" if looked_up else ""
     bus = f", {output.size(cost.bus_bytes)} over the bus" if cost.bus_bytes else ""
-    return "\n".join(
-        [
-            f"tokens    {cost.tokens:,} run (question and answer)",
-            f"attended  {attended:,.1f} of {stored:,} stored tokens in each step and head "
-            f"({attended / stored:.2%})",
-            f"speed     {1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
-            f"moved     {output.size(cost.bytes_moved)} of stored keys and values{bus}",
-            *(f"{name:9} {value}" for name, value in engine.selector.report().items()),
-            f"attention {where}{cached}",
-            f"time      {cost.total_s:.2f} s: search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, "
-            f"attend {cost.attend_s:.2f}, the rest of the model {other:.2f}",
-        ]
-    )
+    spent = f"search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, attend {cost.attend_s:.2f}"
+    told = {
+        "tokens": f"{cost.tokens:,} run (question and answer)",
+        "attended": f"{attended:,.1f} of {stored:,} stored tokens in each step and head "
+        f"({attended / stored:.2%})",
+        "speed": f"{1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
+        "moved": f"{output.size(cost.bytes_moved)} of stored keys and values{bus}",
+        **engine.selector.report(),
+        "attention": f"{where}{cached}",
+        "time": f"{cost.total_s:.2f} s: {spent}, the rest of the model {other:.2f}",
+    }
+    return "\n".join(f"{name:9} {value}" for name, value in told.items())
 
 
 def _ask_collection(
@@ -276,12 +246,8 @@ def _ask_collection(
             output.note(f"error: {output.one_line(entry.name)}: {sentence(result)}")
             continue
         if question.as_json:
-            answers[entry.name] = {
-                "document": entry.name,
-                "store": asked.collection.address(entry),
-                **answer_fields(result),
-                "stats": asdict(result.stats),
-            }
+            place = {"document": entry.name, "store": asked.collection.address(entry)}
+            answers[entry.name] = {**place, **answer_fields(result), "stats": asdict(result.stats)}
         else:
             output.answer(output.one_line(entry.name), end=": ")
             output.generated(result.text, end="\n")
@@ -291,11 +257,10 @@ def _ask_collection(
             output.note(described)
     if question.as_json:
         names = [entry.name for entry in documents]
-        errors = {name: sentence(error) for name, error in failed.items()}
-        told: dict[str, object] = {"question": question.text, "collection": asked.collection.name}
-        told["answers"] = [answers[name] for name in names if name in answers]
-        told["failed"] = [{"document": name, "error": errors[name]} for name in names if name in errors]
-        output.answer_json(told)
+        in_order = [answers[name] for name in names if name in answers]
+        errors = [{"document": name, "error": sentence(failed[name])} for name in names if name in failed]
+        told = {"question": question.text, "collection": asked.collection.name}
+        output.answer_json(told | {"answers": in_order, "failed": errors})
     if failed:
         raise typer.Exit(min(map(exit_code, failed.values())))
 

@@ -14,24 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import client, output
-from offload_decode.cli import options as completion
+from offload_decode.cli import options as opts
 from offload_decode.cli.ask import answer_fields
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress, ServerAnswer
 from offload_decode.cli.collections import AskedCollection, DocumentChoice, open_collection
 from offload_decode.cli.errors import FAILURE, exit_code, sentence
 from offload_decode.cli.limits import AskOptions, check_options, cluster_of, engine_opener
-from offload_decode.cli.options import (
-    EVERYDAY,
-    Cite,
-    From,
-    MaxNewTokens,
-    Quiet,
-    WorkerCount,
-    a_path,
-    option,
-    with_groups,
-    workers_option,
-)
+from offload_decode.cli.options import EVERYDAY, From, a_path, option, with_groups, workers_option
 from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import (
     Question,
@@ -57,7 +46,7 @@ def batch(
             metavar="STORE",
             help="The stores to ask, or one collection, or a collection's URL in a bucket.",
             parser=a_path,
-            autocompletion=completion.stores,
+            autocompletion=opts.stores,
         ),
     ],
     questions: Annotated[
@@ -75,12 +64,12 @@ def batch(
     options: AskOptions,
     address: Annotated[ServerAddress | None, From(client.server_address)],
     choice: DocumentChoice,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: opts.MaxNewTokens = 128,
     batch_size: Annotated[
         int,
         option("N", "Questions in one forward pass, or sent to a server at a time.", min=1, panel=EVERYDAY),
     ] = 8,
-    cites: Cite = False,
+    cites: opts.Cite = False,
     workers: Annotated[
         str | None,
         workers_option(
@@ -88,8 +77,8 @@ def batch(
             "path, or fetch from a collection's bucket."
         ),
     ] = None,
-    worker_count: WorkerCount = None,
-    quiet: Quiet = False,
+    worker_count: opts.WorkerCount = None,
+    quiet: opts.Quiet = False,
 ) -> None:
     """Ask many questions of many stores.
 
@@ -171,14 +160,9 @@ class Batch:
     def settings(self) -> dict[str, object]:
         """The fields of every line that say how it was answered."""
         config = self.options.config
-        return {
-            "selector": config.selector,
-            "options": config.options,
-            "max_new_tokens": self.max_new_tokens,
-            "model": config.model,
-            "weights": config.weights,
-            **({"cite": True} if self.cites else {}),
-        }
+        told = {"selector": config.selector, "options": config.options, "max_new_tokens": self.max_new_tokens}
+        told |= {"model": config.model, "weights": config.weights}
+        return told | ({"cite": True} if self.cites else {})
 
     def write(self, store: str, answered: Iterable[tuple[Question, Mapping[str, object]]]) -> None:
         """Append answers to questions, as the fields that each has, to the output, and show the progress."""
@@ -191,19 +175,16 @@ class Batch:
         append_answers(self.out, lines)
         self.advance(len(lines))
 
-    def parts(self, questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
+    def parts(self, questions: Sequence[Question]) -> list[Sequence[Question]]:
         """The questions that are asked together."""
-        for start in range(0, len(questions), self.size):
-            yield questions[start : start + self.size]
+        return [questions[start : start + self.size] for start in range(0, len(questions), self.size)]
 
     def fail(self, store: str, questions: int, error: OffloadDecodeError) -> None:
-        """Leave some questions to a store unanswered."""
         earlier, first = self.failures.get(store, (0, error))
         self.failures[store] = earlier + questions, first
         self.advance(questions)
 
     def advance(self, questions: int) -> None:
-        """Show that so many more questions are done."""
         self.done += questions
         self.progress("answer", self.done, self.total)
 

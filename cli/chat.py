@@ -1,24 +1,34 @@
-"""`offload-decode chat`: a conversation about a store."""
+"""`offload-decode chat`: a conversation about a store, which can be saved and loaded.
+
+The file of a conversation is JSON: `format` and `version`; `store`, the digest of its store; `model`, for
+readers; and `turns`, each with `question`, `answer` and the answer's token ids (`tokens`).
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import os
+import stat
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import client, output
+from offload_decode.cli import options as opts
 from offload_decode.cli.ask import show
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.errors import sentence
 from offload_decode.cli.limits import AskOptions, open_engine
-from offload_decode.cli.options import From, MaxNewTokens, Seed, Store, Temperature, TopP, with_groups
-from offload_decode.cli.transcript import Transcript, Turn
+from offload_decode.cli.options import From, with_groups, without_surrogates
+from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from offload_decode.engine.engine import Engine
+    from offload_decode.engine.sampler import Sampler
 
 HELP = """\
 /help        show this
@@ -28,16 +38,20 @@ HELP = """\
 /quit        leave; so do /exit, Ctrl-D and the end of the input
 Everything else is a question. Ctrl-C stops an answer; the part already written stays in the conversation."""
 
+FORMAT, VERSION = "offload-decode conversation", 1
+MAX_BYTES = 16 * 2**20
+_FIELDS = {"format", "version", "store", "model", "turns"}
+
 
 @with_groups
 def chat(
-    store: Store,
+    store: opts.Store,
     options: AskOptions,
     address: Annotated[ServerAddress | None, From(client.server_address)],
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
+    max_new_tokens: opts.MaxNewTokens = 256,
+    temperature: opts.Temperature = 0.0,
+    top_p: opts.TopP = 1.0,
+    seed: opts.Seed = 0,
 ) -> None:
     """Hold a conversation about a store.
 
@@ -60,6 +74,105 @@ def chat(
         output.note(f"Opening {store} and loading its model …")
     engine = open_engine(store, options)
     _Chat(Transcript(engine, max_new_tokens, wanted.sampler), at_terminal).run(engine.prefix.length)
+
+
+@dataclass
+class Turn:
+    """A question, and the token ids of its answer so far."""
+
+    question: str
+    tokens: list[int] = field(default_factory=list)
+
+
+class Transcript:
+    """An engine, and the questions and answers after the stored tokens."""
+
+    def __init__(self, engine: Engine, max_new_tokens: int, sampler: Sampler):
+        self.engine, self.max_new_tokens, self.sampler = engine, max_new_tokens, sampler
+        self.turns: list[Turn] = []
+
+    def answer(self, question: str) -> Iterator[str]:
+        """Ask a question and yield the answer piece by piece.
+
+        If interrupted, the conversation keeps the part generated; nothing if the question was still running.
+        """
+        logits = self.engine.ask(question)
+        turn = Turn(question)
+        self.turns.append(turn)
+
+        def generated() -> Iterator[int]:
+            for token in self.engine.generate(logits, self.max_new_tokens, self.sampler):
+                turn.tokens.append(token)
+                yield token
+
+        return self.engine.pieces(generated())
+
+    @property
+    def length(self) -> int:
+        """Tokens of all turns."""
+        return self.engine.length - self.engine.prefix.length
+
+    def reset(self) -> None:
+        """Forget every turn."""
+        self.engine.crop(self.engine.prefix.length)
+        self.turns = []
+
+    def save(self, file: Path) -> None:
+        """Write the turns to `file`; raises `ConfigError` if it cannot, or if the file is something else."""
+        if not self.turns:
+            raise ConfigError("there is nothing to save yet: ask a question first")
+        if os.path.lexists(file):
+            _read(file)  # only a conversation is overwritten
+        saved = {
+            "format": FORMAT,
+            "version": VERSION,
+            "store": self.engine.store.store_digest,
+            "model": self.engine.loaded.model_id,
+            "turns": [{**asdict(turn), "answer": self._text(turn)} for turn in self.turns],
+        }
+        data = json.dumps(saved, ensure_ascii=False, indent=1).encode("utf-8", "replace")
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"the conversation is longer than the {MAX_BYTES >> 20} MiB that can be saved")
+        try:
+            files.write(file, data)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot write {file}: {_reason(error)}; choose another file") from error
+
+    def load(self, file: Path) -> None:
+        """Replace this conversation by the one in `file`, whose tokens are run again.
+
+        Raises `ConfigError`, and keeps this one, if the file is no conversation, or about another store.
+        """
+        saved = _read(file)
+        if saved["store"] != self.engine.store.store_digest:
+            raise ConfigError(
+                f"{file} is a conversation about another store, prefilled with {saved['model'][:80]!r}: "
+                "open that store to continue it"
+            )
+        turns = [self._turn(file, written) for written in saved["turns"]]
+        replayed = self.engine.fork()
+        replayed.crop(replayed.prefix.length)
+        for turn in turns:
+            replayed.ask(turn.question)
+            _answered(replayed, turn.tokens)
+        self.engine, self.turns = replayed, turns
+
+    def _turn(self, file: Path, written: Any) -> Turn:
+        known = range(self.engine.loaded.model.get_input_embeddings().num_embeddings)
+        match written:
+            case {"question": str(question), "answer": str(answer), "tokens": list(tokens), **others} if (
+                question.strip()
+                and question == without_surrogates(question)
+                and not others
+                and all(type(token) is int and token in known for token in tokens)
+            ):
+                turn = Turn(question, tokens)
+                if self._text(turn) == answer:
+                    return turn
+        raise _changed(file)
+
+    def _text(self, turn: Turn) -> str:
+        return self.engine.decode(turn.tokens).strip()
 
 
 class RemoteTranscript:
@@ -169,3 +282,52 @@ class _Chat:
     def _size(self) -> str:
         turns, tokens = len(self.transcript.turns), self.transcript.length
         return f"{output.count(turns, 'turn')} ({output.count(tokens, 'token')})"
+
+
+def _answered(engine: Engine, tokens: list[int]) -> None:
+    """Run an answer's tokens as they were generated; the last one goes into the next question's pass.
+
+    One by one if the selector keeps state across passes; else in one pass.
+    """
+    earlier, last = tokens[:-1], tokens[-1:]
+    for run in [[token] for token in earlier] if engine.selector.remembers else [earlier]:
+        if run:
+            engine.extend(run)
+    engine.pending = last
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The contents of a conversation file, its turns not yet checked."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ConfigError(f"{file} is not a file: give one that /save wrote")
+            with open(handle, "rb", closefd=False) as source:
+                data = source.read(MAX_BYTES + 1)
+        finally:
+            os.close(handle)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {_reason(error)}") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{file} is larger than any conversation: give a file that /save wrote")
+    try:
+        saved = files.parse(data)
+    except ValueError:
+        saved = None
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise ConfigError(f"{file} is not a conversation: give a file that /save wrote")
+    if saved.get("version") != VERSION:
+        raise ConfigError(f"{file} was saved by another release, which this one cannot read")
+    kinds = {"store": str, "model": str, "turns": list}
+    if saved.keys() != _FIELDS or not all(isinstance(saved[name], kind) for name, kind in kinds.items()):
+        raise _changed(file)
+    return saved
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _changed(file: Path) -> ConfigError:
+    return ConfigError(f"{file} was changed after it was saved: it cannot be loaded")

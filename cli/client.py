@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from offload_decode.cli import output
@@ -43,8 +43,7 @@ class ServerBusy(ServerError):
         self.retry_s = retry_s
 
 
-@dataclass(frozen=True)
-class ServerAddress:
+class ServerAddress(NamedTuple):
     """A server's URL and key."""
 
     url: str
@@ -65,14 +64,12 @@ class AnswerOptions:
 
     @property
     def sampler(self) -> Sampler:
-        """What draws the tokens, where the model runs here."""
         from offload_decode.engine.sampler import Sampler
 
         return Sampler(self.temperature, self.top_p, self.seed)
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """A store's name at the server, its model, and its number of tokens."""
 
     name: str
@@ -99,11 +96,11 @@ class ServerAnswer:
         """What the answer attended to."""
         from offload_decode.types import CitedDocument, CitedSpan
 
+        def cited(name: str, share: float, spans: list[Any]) -> CitedDocument:
+            return CitedDocument(name, share, tuple(CitedSpan(**span) for span in spans))
+
         try:
-            return [
-                CitedDocument(one["name"], one["share"], tuple(CitedSpan(**span) for span in one["spans"]))
-                for one in self.citations or []
-            ]
+            return [cited(one["name"], one["share"], one["spans"]) for one in self.citations or []]
         except (TypeError, KeyError) as error:
             raise ServerError("the server's citations cannot be read: it runs another release") from error
 
@@ -114,13 +111,9 @@ class ServerAnswer:
 
     def describe(self, seconds: float) -> str:
         """What an answer cost, as text."""
-        return output.facts(
-            [
-                ("prompt", f"{self.prompt:,} tokens, {self.cached:,} of them stored or cached"),
-                ("answer", output.count(self.tokens, "token")),
-                ("time", f"{seconds:.2f} s"),
-            ]
-        )
+        prompt = f"{self.prompt:,} tokens, {self.cached:,} of them stored or cached"
+        answer = output.count(self.tokens, "token")
+        return output.facts([("prompt", prompt), ("answer", answer), ("time", f"{seconds:.2f} s")])
 
 
 def server_address(
@@ -197,12 +190,11 @@ class Server:
         """
         with self._failures():
             page = self._client.models.list(extra_headers=self._headers)
-            listed: list[dict[str, Any]] = [one.to_dict() for one in page.data]
-            served = [
-                Served(str(one["id"]), str(one.get("root") or ""), int(one.get("tokens") or 0))
-                for one in listed
-            ]
-        known = {one.name: one for one in served}
+            known: dict[str, Served] = {}
+            for one in page.data:
+                fields: dict[str, Any] = one.to_dict()
+                name, model = str(fields["id"]), str(fields.get("root") or "")
+                known[name] = Served(name, model, int(fields.get("tokens") or 0))
         for name in (store, Path(store).name, Path(store).name.removesuffix(".kv")):
             if name in known:
                 return known[name]
@@ -280,8 +272,8 @@ class Server:
                 raise self._absent() from error
             raise ServerError(f"the server at {self.url} sent nothing for {QUIET_S:.0f} s") from error
         except openai.APIConnectionError as error:
-            cause = type(error.__cause__).__name__
-            raise (self._absent() if cause == "ConnectError" else self._broken()) from error
+            absent = type(error.__cause__).__name__ == "ConnectError"
+            raise (self._absent() if absent else self._broken()) from error
         except (openai.APIResponseValidationError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise self._stranger() from error
         except openai.APIError as error:  # an error event in the stream
@@ -325,10 +317,8 @@ def _text_of(chunk: dict[str, Any], answer: ServerAnswer) -> str:
 
 
 def _message(body: Any) -> str:
-    match body:
-        case {"message": str(message)}:
-            return output.one_line(message)
-    return ""
+    message = body.get("message") if isinstance(body, dict) else None
+    return output.one_line(message) if isinstance(message, str) else ""
 
 
 def _first_line(path: Path) -> str:

@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload_decode.cli import options as opts
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
-from offload_decode.cli.options import (
-    Folders,
-    Json,
-    NoSync,
-    Quiet,
-    a_path,
-    on_this_machine,
-    option,
-    with_groups,
-)
+from offload_decode.cli.options import Folders, a_path, on_this_machine, option, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import skipped_files
-from offload_decode.cli.prefill_options import PrefillModel, RunOptions, StoreOptions
+from offload_decode.cli.prefill import PrefillModel, RunOptions, StoreOptions, skipped_files
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -56,9 +47,9 @@ def collect(
         bool, typer.Option("--drop", help="Drop missing documents even if they are more than half.")
     ] = False,
     folders: Folders,
-    no_sync: NoSync = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    no_sync: opts.NoSync = False,
+    as_json: opts.Json = False,
+    quiet: opts.Quiet = False,
 ) -> None:
     """Keep a collection: a store for each document of a folder.
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -95,7 +96,7 @@ def demo(
     if as_json:
         told = {"ok": ok, "seconds": seconds, "prefill": asdict(report), "process": asdict(opened)}
         told |= {"indexes": {kind: asdict(index) for kind, index in built.items()}}
-        told |= {"found": {way: _found(hidden, way, replies) for way in _ways(built)}}
+        told |= {"found": {way: _found(hidden, way, replies) for way in (*built, _EXACT, _DENSE)}}
         told |= {"facts": [asdict(fact) for fact in hidden.questions]}
         output.answer_json(told | {"replies": [asdict(reply) for reply in replies]})
     if not ok:
@@ -129,23 +130,17 @@ def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
 
     say("\n2  Index: each KV head's keys, so that a search need not read them all")
     built: dict[str, BuildReport] = {}
-    width = max(map(len, (_DEFAULT, *_BESIDE)))
     for kind in (_DEFAULT, *_BESIDE):
         try:
             with Progress(quiet) as progress:
                 built[kind] = report = build_indexes(store, kind, k=_BUDGET, progress=progress)
         except MissingBackend as error:
-            say(f"   {kind:<{width}}  left out: {error}")
+            say(f"   {kind:<9}  left out: {error}")
             continue
         about = "the default" if kind == _DEFAULT else "for comparison"
-        say(f"   {kind:<{width}}  {report.heads} heads in {output.duration(report.seconds)} ({about})")
-    say(f"   {_EXACT:<{width}}  nothing to build: it reads every key")
+        say(f"   {kind:<9}  {report.heads} heads in {output.duration(report.seconds)} ({about})")
+    say(f"   {_EXACT:<9}  nothing to build: it reads every key")
     return built
-
-
-def _ways(built: Mapping[str, BuildReport]) -> list[str]:
-    """The ways to answer: with each index, the default first, and with dense attention."""
-    return [*built, _EXACT, _DENSE]
 
 
 def _ask(
@@ -156,7 +151,7 @@ def _ask(
 
     ways = [
         Way(way, "dense", {}) if way == _DENSE else Way(way, "topk", {"budget": str(_BUDGET), "index": way})
-        for way in _ways(built)
+        for way in (*built, _EXACT, _DENSE)
     ]
     say("\n3  Forget: a new process gets the path of the store, and nothing else")
     began = time.monotonic()
@@ -182,7 +177,6 @@ def _ask(
 
 
 def _shown(number: int, fact: Fact, replies: Sequence[WayAnswer]) -> str:
-    """A question, its fact, and each answer with the ways that gave it."""
     place = f"the control: {fact.answer} was never hidden, so no answer may hold it"
     if fact.depth is not None:
         place = f"hidden at {fact.depth:.0%} of the text: {fact.answer}"
@@ -193,13 +187,10 @@ def _shown(number: int, fact: Fact, replies: Sequence[WayAnswer]) -> str:
     for text, given in by_text.items():
         mark = _RIGHT if _is_right(fact, given[0]) else _WRONG
         same = "all" if len(given) == len(replies) else ", ".join(reply.way for reply in given)
-        lines.append(f"      {mark} {_clipped(text)}  ({same})")
+        line = " ".join(text.split())
+        line = line if len(line) <= _ANSWER_WIDTH else f"{line[: _ANSWER_WIDTH - 1]}…"
+        lines.append(f"      {mark} {line}  ({same})")
     return "\n".join(lines)
-
-
-def _clipped(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _ANSWER_WIDTH else f"{line[: _ANSWER_WIDTH - 1]}…"
 
 
 def _is_right(fact: Fact, reply: WayAnswer) -> bool:
@@ -223,33 +214,25 @@ def _summary(
     def mean(way: str, cost: str) -> float:
         return fmean(getattr(reply, cost) for reply in replies if reply.way == way)
 
-    rows = [
-        ("", "built in", "size", f"recall@{_BUDGET}", "bytes a token", "time a token", "facts", "control")
-    ]
-    for way in _ways(built):
+    heading = (f"recall@{_BUDGET}", "bytes a token", "time a token", "facts", "control")
+    rows = [("", "built in", "size", *heading)]
+    for way in (*built, _EXACT, _DENSE):
         built_in, size, recall = "-", "-", "1" if way == _EXACT else "-"
         if index := built.get(way):
             built_in, size = output.duration(index.seconds), output.size(index.bytes)
             recall = f"{index.recall:.3f}"
-        rows.append(
-            (
-                "dense attention" if way == _DENSE else f"top-k, {way}",
-                *(built_in, size, recall),
-                output.size(mean(way, "bytes_moved")),
-                f"{1000 * mean(way, 'seconds'):.1f} ms",
-                f"{_found(hidden, way, replies)} of {len(hidden.facts)}",
-                _RIGHT if _right(hidden.control, way, replies) else _WRONG,
-            )
-        )
+        label = "dense attention" if way == _DENSE else f"top-k, {way}"
+        moved, took = output.size(mean(way, "bytes_moved")), f"{1000 * mean(way, 'seconds'):.1f} ms"
+        found = f"{_found(hidden, way, replies)} of {len(hidden.facts)}"
+        control = _RIGHT if _right(hidden.control, way, replies) else _WRONG
+        rows.append((label, built_in, size, recall, moved, took, found, control))
     share = mean(_DEFAULT, "attended") / stored
     fewer = mean(_DENSE, "bytes_moved") / mean(_DEFAULT, "bytes_moved")
-    lines = [
-        *output.table(rows).splitlines(),
-        "",
-        f"With {_DEFAULT}, the default, top-k attended to {share:.2%} of the stored tokens",
-        f"and fetched {fewer:,.0f} times fewer bytes of keys and values.",
-    ]
-    return "\n" + "\n".join(f"   {line}" if line else "" for line in lines)
+    told = (
+        f"\n\nWith {_DEFAULT}, the default, top-k attended to {share:.2%} of the stored tokens\n"
+        f"and fetched {fewer:,.0f} times fewer bytes of keys and values."
+    )
+    return "\n" + textwrap.indent(output.table(rows) + told, "   ")
 
 
 def _next(store: Path) -> str:

@@ -9,9 +9,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import NamedTuple
 
 import typer
 
@@ -35,7 +35,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -78,9 +78,8 @@ def installed_extensions() -> list[str]:
 
     brought: dict[str, list[str]] = {}
     for group, what in GROUPS.items():
-        for one in found()[0]:
-            if one.group == group:
-                brought.setdefault(one.by, []).append(f"{what} {one.name}")
+        for one in (one for one in found()[0] if one.group == group):
+            brought.setdefault(one.by, []).append(f"{what} {one.name}")
     return [f"{by}: {', '.join(names)}" for by, names in sorted(brought.items())]
 
 
@@ -103,8 +102,7 @@ _FACT, _CODE = "The secret code for the brisk lantern is: 52718.", "52718"
 _QUESTION = "What is the secret code for the brisk lantern?"
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A check's name, state (`ok`, `absent` or `broken`) and finding, and whether it is needed."""
 
     name: str
@@ -133,9 +131,8 @@ def doctor(as_json: Json = False) -> None:
     broken = [check.name for check in checks if check.needed and check.state != "ok"]
     seconds = time.monotonic() - began
     if as_json:
-        output.answer_json(
-            {"ok": not broken, "seconds": seconds, "checks": [asdict(check) for check in checks]}
-        )
+        found = [check._asdict() for check in checks]
+        output.answer_json({"ok": not broken, "seconds": seconds, "checks": found})
     if broken:
         output.note(f"error: {', '.join(broken)}: fix this first, then run doctor again")
         raise typer.Exit(FAILURE)
@@ -165,13 +162,10 @@ def _system() -> str:
 
 
 def _command() -> str:
-    found = shutil.which(PROJECT)
-    if found is None:
-        raise Absent(
-            f"offload-decode is not on the PATH: call {sys.argv[0]}, or install it by `uv tool install .` or "
-            "`pipx install .`"
-        )
-    return found
+    if found := shutil.which(PROJECT):
+        return found
+    ways = f"call {sys.argv[0]}, or install it by `uv tool install .` or `pipx install .`"
+    raise Absent(f"offload-decode is not on the PATH: {ways}")
 
 
 def _processor() -> str:
@@ -230,7 +224,6 @@ def _hnswlib() -> str:
 
 
 def _extensions() -> str:
-    """Import each extension, as a command that names it does."""
     from offload_decode.common import plugins
     from offload_decode.common.errors import ExtensionError
     from offload_decode.indexes import registry as kinds

@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload_decode.cli import options, output
+from offload_decode.cli import options as opts
+from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.limits import cluster_of
-from offload_decode.cli.options import (
-    Json,
-    NoSync,
-    Quiet,
-    WorkerCount,
-    a_path,
-    on_this_machine,
-    option,
-    workers_option,
-)
+from offload_decode.cli.options import a_path, on_this_machine, option, workers_option
 from offload_decode.cli.output import Progress
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
@@ -38,7 +30,7 @@ def index(
             help="Stores made by `prefill`, or collections made by `collect`, whose stores are all indexed.",
             parser=a_path,
             callback=lambda stores: [on_this_machine(store) for store in stores],
-            autocompletion=options.stores,
+            autocompletion=opts.stores,
         ),
     ],
     kind: Annotated[
@@ -47,7 +39,7 @@ def index(
             "K",
             "clusters (4-bit scan, exact scores), flat (exact, needs no building), faiss-ivf, faiss-hnsw, "
             "hnswlib, or an extension's.",
-            autocompletion=options.index_kinds,
+            autocompletion=opts.index_kinds,
         ),
     ] = "clusters",
     recall: Annotated[
@@ -60,10 +52,10 @@ def index(
             "spread the stores over a Ray cluster; each is indexed on a machine that has it at the same path."
         ),
     ] = None,
-    worker_count: WorkerCount = None,
-    no_sync: NoSync = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    worker_count: opts.WorkerCount = None,
+    no_sync: opts.NoSync = False,
+    as_json: opts.Json = False,
+    quiet: opts.Quiet = False,
 ) -> None:
     """Build vector indexes over the stored keys.
 

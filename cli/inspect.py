@@ -36,7 +36,7 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     from offload_decode.collections.collection import is_collection
 
     if is_collection(store):
-        inspect_collection(store, as_json)
+        _inspect_collection(store, as_json)
         return
     from offload_decode.kv.indexes import describe, saved_kinds
     from offload_decode.store.reader import KVStore
@@ -46,29 +46,24 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     if as_json:
         output.answer_json(_store_fields(opened, indexes))
         return
-    errors = _errors(opened.manifest) if opened.manifest.kv_error else []
-    tables = (_costs(opened), errors, _documents(opened), _indexes(indexes) if indexes else [])
-    parts = [output.facts(_facts(opened)), *(output.table(rows) for rows in tables if rows)]
+    tables = (_costs(opened), _errors(opened.manifest), _documents(opened), _indexes(indexes))
+    parts = [output.facts(_facts(opened)), *(output.table(rows) for rows in tables if len(rows) > 1)]
     output.answer("\n\n".join(parts))
 
 
 def _store_fields(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
     from offload_decode.models.fingerprints import noted
 
-    cost = store.cost()
+    manifest, cost = store.manifest, store.cost()
+    difference, size = noted(manifest.model_config_hash), sum(cost.values())
     return {
         "store": str(store.path),
         "digest": store.store_digest,
-        "manifest": store.manifest.to_json(),
-        "equivalence_check": {
-            "difference": noted(store.manifest.model_config_hash),
-            "transformers": version("transformers"),
-        },
-        "documents": [asdict(document) for document in store.documents],
-        "bytes": sum(cost.values()),
-        "bytes_per_token": sum(cost.values()) / store.manifest.n_tokens,
-        "cost": cost,
-        "indexes": [asdict(found) for found in indexes],
+        "manifest": manifest.to_json(),
+        "equivalence_check": {"difference": difference, "transformers": version("transformers")},
+        "documents": list(map(asdict, store.documents)),
+        **{"bytes": size, "bytes_per_token": size / manifest.n_tokens, "cost": cost},
+        "indexes": list(map(asdict, indexes)),
     }
 
 
@@ -138,13 +133,11 @@ def _costs(store: KVStore) -> list[list[str]]:
 
 def _errors(manifest: Manifest) -> list[list[str]]:
     """The error of encoding in each layer: its root mean square, relative to that of the values."""
-    kinds = manifest.kv_error
-    layers = [entry["layer"] for entry in next(iter(kinds.values()))]
+    kinds = manifest.kv_error or {}
     rows = [["error of encoding", *(part for kind in kinds for part in (f"{kind}, relative", "largest"))]]
-    for place, layer in enumerate(layers):
-        found = [kinds[kind][place] for kind in kinds]
+    for found in zip(*kinds.values(), strict=True):
         cells = [cell for each in found for cell in (f"{each['relative_rms']:.2%}", f"{each['largest']:.3g}")]
-        rows.append([f"layer {layer}", *cells])
+        rows.append([f"layer {found[0]['layer']}", *cells])
     return rows
 
 
@@ -164,23 +157,18 @@ def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
         unmeasured = "exact" if found.kind == "flat" else "none"
         mean = unmeasured if found.recall is None else f"{found.recall:.3f} (@{found.k})"
         lowest = "" if found.lowest_recall is None else f"{found.lowest_recall:.3f}"
-        rows.append([found.kind, output.size(found.bytes), heads, mean, lowest, _scans(found)])
+        scans = f"{found.full_scans:,} heads" if found.full_scans else ""  # where an index saves nothing
+        scans = "all heads" if scans and found.full_scans == found.heads else scans
+        rows.append([found.kind, output.size(found.bytes), heads, mean, lowest, scans])
     return rows
-
-
-def _scans(found: SavedIndexes) -> str:
-    """How many heads reached their recall only by a full scan, where an index saves nothing."""
-    if not found.full_scans:
-        return ""
-    return "all heads" if found.full_scans == found.heads else f"{found.full_scans:,} heads"
 
 
 def _short(digest: str) -> str:
     return digest[:12] or "none"
 
 
-def inspect_collection(path: Path, as_json: bool) -> None:
-    """Show a collection, without opening its stores."""
+def _inspect_collection(path: Path, as_json: bool) -> None:
+    """Opens none of its stores."""
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.words import WORDS
 
@@ -192,24 +180,16 @@ def inspect_collection(path: Path, as_json: bool) -> None:
     tokens = sorted(entry.tokens for entry in entries) or [0]
     has_words = (path / WORDS).exists()
     if as_json:
+        documents = [
+            {"name": entry.name, "tokens": entry.tokens, "bytes": size}
+            | {"store": collection.address(entry), "metadata": entry.metadata}
+            for entry, size in zip(entries, sizes, strict=True)
+        ]
+        total = {"tokens": sum(tokens), "bytes": lists + sum(filter(None, sizes))}
         output.answer_json(
-            {
-                "collection": str(path),
-                "model": header.model_id,
-                "dtype": header.dtype,
-                "weights": header.weights,
-                "settings": header.settings,
-                "documents": [
-                    {"name": entry.name, "tokens": entry.tokens, "bytes": size}
-                    | {"store": collection.address(entry), "metadata": entry.metadata}
-                    for entry, size in zip(entries, sizes, strict=True)
-                ],
-                "tokens": sum(tokens),
-                "bytes": lists + sum(filter(None, sizes)),
-                "missing": sizes.count(None),
-                "metadata": fields,
-                "words": has_words,
-            }
+            {"collection": str(path), "model": header.model_id, "dtype": header.dtype}
+            | {"weights": header.weights, "settings": header.settings, "documents": documents, **total}
+            | {"missing": sizes.count(None), "metadata": fields, "words": has_words}
         )
         return
     facts = [

@@ -8,19 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload_decode.cli import options as opts
 from offload_decode.cli import output
-from offload_decode.cli.options import (
-    Attend,
-    Device,
-    DeviceCache,
-    GpuMemory,
-    Model,
-    Options,
-    Ram,
-    Selector,
-    Weights,
-    byte_count,
-)
+from offload_decode.cli.options import byte_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig, parse_options, split_pairs
 
@@ -47,15 +37,15 @@ def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
 class AskOptions:
     """How stores are asked, and the memory limits meanwhile: a group of options. Raises `ConfigError`."""
 
-    selector: Selector = "topk"
-    option: Options = None
-    attend: Attend = "auto"
-    device_cache: DeviceCache = None
-    model: Model = None
-    weights: Weights = "auto"
-    device: Device = "auto"
-    gpu_memory: GpuMemory = None
-    ram: Ram = None
+    selector: opts.Selector = "topk"
+    option: opts.Options = None
+    attend: opts.Attend = "auto"
+    device_cache: opts.DeviceCache = None
+    model: opts.Model = None
+    weights: opts.Weights = "auto"
+    device: opts.Device = "auto"
+    gpu_memory: opts.GpuMemory = None
+    ram: opts.Ram = None
     config: EngineConfig = field(init=False)
 
     def __post_init__(self) -> None:

@@ -118,15 +118,10 @@ def _kept(layer: LayerShape, count: int) -> dict[str, Any]:
         kind = "recurrent" if layer.kind == "none" else f"{layer.kind} and recurrent"
     numbers = layer.key_dim if layer.latent else layer.kv_heads * (layer.key_dim + layer.value_dim)
     states = sum(prod(state.shape) for state in layer.states)
-    kept = []
-    if layer.latent:
-        kept.append(f"a latent of {numbers:,} numbers for each token")
-    elif numbers:
-        kept.append(f"{numbers:,} numbers of keys and values for each token")
-    if layer.window is not None:
-        kept[-1] += f", of the last {layer.window:,}"
-    if states:
-        kept.append(f"a state of {states:,} numbers")
+    what = f"a latent of {numbers:,} numbers" if layer.latent else f"{numbers:,} numbers of keys and values"
+    window = "" if layer.window is None else f", of the last {layer.window:,}"
+    kept = [f"{what} for each token{window}"] if numbers else []
+    kept += [f"a state of {states:,} numbers"] if states else []
     return {
         "layers": f"{count} {kind}",
         "keeps": " and ".join(kept) or "nothing",

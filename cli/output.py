@@ -183,16 +183,10 @@ def _bar() -> Bar:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(
-        TextColumn("{task.description}{task.fields[about]}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[counts]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
+    named = TextColumn("{task.description}{task.fields[about]}", markup=False)
+    columns = named, BarColumn(), TextColumn("{task.fields[counts]}"), TimeRemainingColumn()
+    stderr = Console(stderr=True)
+    return Progress(*columns, console=stderr, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 def _counts(stage: str, done: int, total: int, speed: float) -> str:

@@ -19,7 +19,7 @@ from offload_decode.config import split_pairs
 from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
-    from offload_decode.planning.plan import Plan
+    from offload_decode.planning.plan import Machine, Plan
     from offload_decode.planning.sizes import Workload
 
 
@@ -74,13 +74,19 @@ def plan(
 
         rows = None if chunk == "auto" else token_count(chunk)
         request = _request(wanted, rows, kv, weights, selector, options)
-        planned = plan_for(outline(model), request, _machine(sizes, without_gpu))
+        planned = plan_for(outline(model), request, _machine(without_gpu, *sizes))
         proposed = planned if planned.fits else nearest(planned)
         most = None if proposed else most_tokens(planned)
     if as_json:
-        output.answer_json(plan_as_json(planned, proposed, most))
+        output.answer_json(_as_json(planned, proposed, most))
     else:
-        show(planned, proposed, most)
+        parts = [_counts(planned), _needs({"ask": planned, "prefill": planned})]
+        parts.append(_verdict(planned, proposed, most))
+        if proposed is not None and proposed is not planned:
+            parts.append(_needs({"ask": proposed}))
+        moved = asdict((proposed or planned).traffic).items()
+        parts.append(output.facts([(_MOVED[name], f"{output.size(n)} a token") for name, n in moved if n]))
+        output.answer("\n\n".join(parts))
     if proposed is None:
         raise typer.Exit(1)
 
@@ -112,14 +118,13 @@ def _request(
     return Workload(tokens, kv=kv, selector=selector, page_size=int(page), **given)
 
 
-def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
+def _machine(without_gpu: bool, gpu: int | None, ram: int | None, disk: int | None) -> Machine:
     import torch
 
     from offload_decode.common.memory import own_memory, total_memory
     from offload_decode.planning.caps import free_space
     from offload_decode.planning.plan import Machine
 
-    gpu, ram, disk = sizes
     if gpu is None and not without_gpu and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0).total_memory
     return Machine(gpu, ram or total_memory(), disk or free_space(Path.cwd()), own_memory())
@@ -128,18 +133,7 @@ def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
 _PLACES = {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}
 
 
-def show(planned: Plan, proposed: Plan | None, most: Plan | None) -> None:
-    """Print the choices, what they need, whether it fits, and the bytes that a token moves."""
-    output.answer(_counts(planned))
-    output.answer("\n" + _needs({"ask": planned, "prefill": planned}))
-    output.answer("\n" + _verdict(planned, proposed, most))
-    if proposed is not None and proposed is not planned:
-        output.answer("\n" + _needs({"ask": proposed}))
-    output.answer("\n" + _moved(proposed or planned))
-
-
 def _counts(planned: Plan) -> str:
-    """The sizes of the model and corpus in each encoding."""
     from offload_decode.indexes.registry import usable
     from offload_decode.models.quantization import FORMATS
     from offload_decode.planning import sizes
@@ -168,25 +162,16 @@ def _counts(planned: Plan) -> str:
     costs = {kind: sizes.index_costs(kind, *given) for kind in usable()}
     indexes = [(kind, layers * (cost.memory or cost.file)) for kind, cost in costs.items()]
     each = output.size(planned.kv_bytes / tokens)
-    return output.facts(
-        [
-            ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),
-            ("corpus", f"{tokens:,} tokens, {each} of keys and values each"),
-            *([("positions", positions)] if positions else []),
-            ("weights", _listed(weights)),
-            ("store", _listed(stores)),
-            ("page bounds", _listed(bounds)),
-            ("indexes", _listed(indexes)),
-        ]
-    )
-
-
-def _listed(amounts: list[tuple[str, int]]) -> str:
-    return ", ".join(f"{name} {output.size(amount)}" for name, amount in amounts)
+    facts = [("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters")]
+    facts.append(("corpus", f"{tokens:,} tokens, {each} of keys and values each"))
+    facts += [("positions", positions)] if positions else []
+    listed = {"weights": weights, "store": stores, "page bounds": bounds, "indexes": indexes}
+    for name, amounts in listed.items():
+        facts.append((name, ", ".join(f"{one} {output.size(amount)}" for one, amount in amounts)))
+    return output.facts(facts)
 
 
 def _needs(plans: dict[str, Plan]) -> str:
-    """The parts of asking and of prefilling, with their sizes."""
     from offload_decode.planning.plan import Medium
 
     rows = [("", "where", "takes", "of")]
@@ -278,31 +263,19 @@ _MOVED = {
 }
 
 
-def _moved(planned: Plan) -> str:
-    moved = asdict(planned.traffic).items()
-    return output.facts(
-        [(_MOVED[name], f"{output.size(amount)} a token") for name, amount in moved if amount]
-    )
-
-
-def plan_as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dict[str, object]:
-    """The fields of the plan in JSON."""
+def _as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dict[str, object]:
     from offload_decode.planning.proposals import changes, least_machine, prefill_chunk
 
     def one(shown: Plan | None) -> dict[str, object] | None:
         if shown is None:
             return None
-        return {
-            "request": asdict(shown.request),
-            "fits": shown.fits,
-            "changes": changes(planned.request, shown.request),
-            "ask": [asdict(part) for part in shown.asking],
-            "prefill": [asdict(part) for part in shown.prefilling],
-            "prefill_chunk": prefill_chunk(shown),
-            "lacking": shown.lacking(),
-            "traffic": asdict(shown.traffic),
-            "from_disk": shown.from_disk,
-        }
+        request, differs = asdict(shown.request), changes(planned.request, shown.request)
+        return (
+            {"request": request, "fits": shown.fits, "changes": differs}
+            | {"ask": list(map(asdict, shown.asking)), "prefill": list(map(asdict, shown.prefilling))}
+            | {"prefill_chunk": prefill_chunk(shown), "lacking": shown.lacking()}
+            | {"traffic": asdict(shown.traffic), "from_disk": shown.from_disk}
+        )
 
     return {
         "model": planned.outline.model_id,

@@ -101,9 +101,7 @@ def check_out(path: Path) -> None:
         raise ConfigError(f"the answers {path} cannot be written ({reason}): choose another --out") from error
     else:
         if stat.S_ISDIR(mode):
-            raise ConfigError(
-                f"{path} is a folder: give --out a file in it, such as {path / 'answers.jsonl'}"
-            )
+            raise ConfigError(f"{path} is a folder: give --out a file in it, such as {path}/answers.jsonl")
         if not stat.S_ISREG(mode):
             raise ConfigError(f"{path} is not a regular file: choose another --out")
         writable = os.access(path, os.R_OK | os.W_OK)

@@ -7,21 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from offload_decode.cli import options as completion
+from offload_decode.cli import options as opts
 from offload_decode.cli import output
 from offload_decode.cli.client import KEY
 from offload_decode.cli.limits import AskOptions
-from offload_decode.cli.options import (
-    MaxNewTokens,
-    Temperature,
-    TopP,
-    a_path,
-    byte_count,
-    on_this_machine,
-    option,
-    token_count,
-    with_groups,
-)
+from offload_decode.cli.options import a_path, byte_count, on_this_machine, option, token_count, with_groups
 from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +33,7 @@ def serve(
             metavar="STORES",
             help="Stores, and folders of stores, where new stores are picked up automatically. With --on ray "
             "also URLs of stores in buckets.",
-            autocompletion=completion.stores,
+            autocompletion=opts.stores,
         ),
     ] = None,
     host: Annotated[str, option("HOST", "Address to listen on.")] = "127.0.0.1",
@@ -65,9 +55,9 @@ def serve(
             "ORIGIN", "Origin whose pages may ask, such as https://chat.example, or * for any; repeatable."
         ),
     ] = None,
-    max_new_tokens: MaxNewTokens = 1024,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
+    max_new_tokens: opts.MaxNewTokens = 1024,
+    temperature: opts.Temperature = 0.0,
+    top_p: opts.TopP = 1.0,
     max_running: Annotated[
         int, option("N", "Maximum number of answers generated at the same time.", min=1)
     ] = 64,
@@ -115,9 +105,8 @@ def serve(
     try:
         from offload_decode.server.http.app import address_of, bind, is_loopback, listen
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "serving needs packages of its own: pip install 'offload-decode[server]'"
-        ) from error
+        needs = "serving needs packages of its own: pip install 'offload-decode[server]'"
+        raise ConfigError(needs) from error
 
     access = _access(api_key or [], api_key_file, cors or [], host, is_loopback(host))
     bound = bind(host, port)

@@ -1,30 +1,14 @@
-"""`offload-decode eval`: measures of answers, one file a command."""
+"""`offload-decode eval`: measures of answers."""
 
 from __future__ import annotations
 
 import typer
 
-from offload_decode.cli.eval import (
-    ablation,
-    aggregate,
-    compare,
-    fidelity,
-    needle,
-    passkey,
-    perplexity,
-    report,
-    ruler,
-    sparsity,
-)
+from offload_decode.cli.eval import compare, fidelity, needle, perplexity, sparsity, suites
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
-app.command("needle")(needle.needle)
-app.command("ruler")(ruler.ruler)
-app.command("aggregate")(aggregate.aggregate)
-app.command("passkey")(passkey.passkey)
-app.command("ablation")(ablation.ablation)
-app.command("fidelity")(fidelity.fidelity)
-app.command("perplexity")(perplexity.perplexity)
-app.command("sparsity")(sparsity.sparsity)
-app.command("report")(report.report)
-app.command("compare")(compare.compare)
+for command in (
+    *(needle.needle, suites.ruler, suites.aggregate, suites.passkey, suites.ablation),
+    *(fidelity.fidelity, perplexity.perplexity, sparsity.sparsity, compare.report, compare.compare),
+):
+    app.command(command.__name__)(command)

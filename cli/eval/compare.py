@@ -1,4 +1,4 @@
-"""`offload-decode eval compare`: what changed from one run to another."""
+"""`offload-decode eval compare` and `report`: what changed between two runs, and runs as one page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.options import Json, Quiet
+from offload_decode.cli.options import Json, Quiet, option
+from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.compare import Change, Comparison
@@ -58,10 +59,8 @@ def _row(change: Change) -> list[str]:
 
 
 def _notes(found: Comparison) -> list[str]:
-    lines = [
-        f"differs: {name}: {before!s:.200} -> {after!s:.200}"
-        for name, (before, after) in found.differs.items()
-    ]
+    changed = found.differs.items()
+    lines = [f"differs: {name}: {before!s:.200} -> {after!s:.200}" for name, (before, after) in changed]
     for cells, which in zip(found.only, ("first", "second"), strict=True):
         if cells:
             more = f" and {len(cells) - 3:,} more" if len(cells) > 3 else ""
@@ -78,18 +77,10 @@ def _notes(found: Comparison) -> list[str]:
 
 def _plain(found: Comparison) -> dict[str, Any]:
     def plain(of: Change) -> dict[str, Any]:
-        return {
-            **({"task": of.task} if of.task else {"tasks": of.tasks}),
-            "length": of.length,
-            "way": of.way,
-            "before": of.before,
-            "after": of.after,
-            "change": of.change.mean,
-            "interval": [of.change.low, of.change.high],
-            "p": of.p,
-            "more_than_noise": of.more_than_noise,
-            "pairs" if of.task else "texts": of.pairs,
-        }
+        about: dict[str, Any] = {"task": of.task} if of.task else {"tasks": of.tasks}
+        about |= {"length": of.length, "way": of.way, "before": of.before, "after": of.after}
+        about |= {"change": of.change.mean, "interval": [of.change.low, of.change.high], "p": of.p}
+        return about | {"more_than_noise": of.more_than_noise, "pairs" if of.task else "texts": of.pairs}
 
     return {
         "means": list(map(plain, found.means)),
@@ -100,3 +91,31 @@ def _plain(found: Comparison) -> dict[str, Any]:
         "bytes_ratio": found.bytes_ratio,
         "seconds_ratio": found.seconds_ratio,
     }
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN…", help="Files of evaluations: .jsonl, needle.json, fidelity.json."),
+    ],
+    out: Annotated[Path, option("FILE", "Where the page is written.")] = Path("report.html"),
+    force: Annotated[bool, option(None, "Replace a page that is there.", "--force")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show runs on one page.
+
+    The page needs nothing from elsewhere: it can be opened, printed and sent as it is. First it says whether
+    the model does better than chance, and shows the worst task and the mean; then accuracy with intervals by
+    task and budget, against tokens loaded, and by depth; likelihoods and sparsity where they were measured;
+    speed; answers that were wrong; and what each was measured with.
+    """
+    if out.exists() and not force:
+        raise ConfigError(f"{out} exists already: choose another --out, or say --force")
+
+    from offload_decode.common import files
+    from offload_decode.evals.report.page import page
+
+    text = page(runs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files.write(out, text.encode())
+    output.note(str(out), quiet)

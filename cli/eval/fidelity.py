@@ -11,10 +11,9 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
-from offload_decode.cli.eval.run import read_contenders
+from offload_decode.cli.eval.run import read_contenders, refuse_existing
 from offload_decode.cli.options import Device, Json, Model, Quiet, Store, option, question_from
 from offload_decode.cli.output import Progress
-from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
 from offload_decode.evals.contender import Contender
 
@@ -85,9 +84,7 @@ def fidelity(
     questions = tuple(map(question_from, question or [_QUESTION]))
     amounts = tuple(dict.fromkeys(amount.strip() for amount in budgets.split(",")))
     common = split_pairs(option or [])
-    for name in (RESULT, PICTURE):
-        if (out / name).exists():
-            raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
+    refuse_existing(out, RESULT, PICTURE)
 
     from offload_decode.cli.bus_error import exit_on_bus_error
     from offload_decode.cli.compiling import announce_compiling

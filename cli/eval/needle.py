@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
-from offload_decode.cli.eval.run import EvalModel, PrefilledStores, checked_selector, index_of, read_haystack
-from offload_decode.cli.options import Device, Json, Options, Quiet, Selector, option, token_count
+from offload_decode.cli.eval import run
+from offload_decode.cli.eval.run import EvalModel, Text
+from offload_decode.cli.options import Device, Json, Options, Quiet, Selector, option
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
@@ -23,15 +24,7 @@ _BUDGET = "64"
 
 def needle(
     model: EvalModel = "demo",
-    text: Annotated[
-        str | None,
-        option(
-            "FILE",
-            "The text to hide needles in: a file, a folder, or - for standard input.  "
-            "[default: the Python documentation topics]",
-            show_default=False,
-        ),
-    ] = None,
+    text: Text = None,
     lengths: Annotated[str, option("N,…", "Tokens of text, separated by commas.")] = "2K,8K,32K",
     depths: Annotated[
         str, option("P,…", "Where the needle is hidden, in percent of the text.")
@@ -58,12 +51,13 @@ def needle(
     the selector in the same text without the needle, where nothing should be found. Only the generated text
     is scored. A text that is too short is repeated.
     """
-    counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
+    counts = run.token_counts(lengths)
     shares = tuple(dict.fromkeys(map(_share, depths.split(","))))
-    options = _options(budget, option)
-    for name in (RESULT, PICTURE):
-        if (out / name).exists():
-            raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
+    options = split_pairs(option or [])
+    if budget is not None and "budget" in options:
+        raise ConfigError("the budget is given twice: use --budget or -o budget=…")
+    options = {"budget": budget or _BUDGET, **options}
+    run.refuse_existing(out, RESULT, PICTURE)
 
     from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common import files
@@ -76,23 +70,17 @@ def needle(
 
     require(*PICTURES, *STATISTICS)
     announce_compiling()
-    haystack = read_haystack(text)
-    chosen = checked_selector(selector, options)
+    haystack = run.read_haystack(text)
+    chosen = run.checked_selector(selector, options)
     loaded = load(model, device)
     budgets = Budget(chosen.budget, chosen.schedule, chosen.dense_layers)
     budgets.per_layer(counts[0], loaded.shape.full_layers, loaded.shape.kv_heads)
     plan = GridPlan(counts, shares, selector, options, trials)
-    kinds = [] if (kind := index_of(options)) is None else [kind]
-    stores = PrefilledStores(loaded, haystack.name, Settings(), kinds)
+    kinds = [] if (kind := run.index_of(options)) is None else [kind]
+    stores = run.PrefilledStores(loaded, haystack.name, Settings(), kinds)
     out.mkdir(parents=True, exist_ok=True)
     with Progress(quiet) as progress:
-        grid = measure(
-            loaded,
-            haystack,
-            plan,
-            stores,
-            lambda done, total: progress("prefill", done, total),
-        )
+        grid = measure(loaded, haystack, plan, stores, lambda done, total: progress("prefill", done, total))
     files.write(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
     save_needles(grid, out / PICTURE)
     if as_json:
@@ -103,7 +91,6 @@ def needle(
 
 
 def _share(percent: str) -> float:
-    """`25` or `25%` to 0.25."""
     try:
         share = float(percent.strip().removesuffix("%")) / 100
     except ValueError:
@@ -111,14 +98,6 @@ def _share(percent: str) -> float:
     if not 0 <= share <= 1:
         raise ConfigError(f"'{percent}' is no depth: write a percentage of the text from 0 to 100")
     return share
-
-
-def _options(budget: str | None, option: list[str] | None) -> dict[str, str]:
-    """The selector's options, the budget among them."""
-    options = split_pairs(option or [])
-    if budget is not None and "budget" in options:
-        raise ConfigError("the budget is given twice: use --budget or -o budget=…")
-    return {"budget": budget or _BUDGET, **options}
 
 
 def _rows(grid: NeedleGrid) -> list[list[str]]:

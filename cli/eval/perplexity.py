@@ -8,24 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode import demo_models
 from offload_decode.cli import output
-from offload_decode.cli.eval.run import (
-    Contenders,
-    EvalModel,
-    Out,
-    PrefilledStores,
-    PrefillMethod,
-    index_kinds,
-    prefill_settings,
-    read_haystack,
-    rehearse,
-    show,
-)
-from offload_decode.cli.options import Device, Json, Quiet, option, token_count, with_groups
+from offload_decode.cli.eval import run as shared
+from offload_decode.cli.eval.run import Contenders, EvalModel, Out, PrefillMethod, Text, token_counts
+from offload_decode.cli.options import Device, Json, Quiet, option, with_groups
 from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results
-    from offload_decode.evals.stats import Estimate
 
 _DEMO = "a demo model finds facts and knows no language: its perplexity says nothing of another model's"
 _POINTS = 16  # lines of the table by position
@@ -35,31 +24,20 @@ _POINTS = 16  # lines of the table by position
 def perplexity(
     *,
     model: EvalModel = "demo",
-    text: Annotated[
-        str | None,
-        option(
-            "FILE",
-            "The text: a file, a folder, or - for standard input.  [default: the Python documentation "
-            "topics]",
-            "--text",
-            show_default=False,
-        ),
-    ] = None,
+    text: Text = None,
     lengths: Annotated[
         str,
         option(
             "N,…",
             "Stored tokens before what is predicted; with --sliding the one length of the text.",
-            "--lengths",
         ),
     ] = "8K",
-    places: Annotated[int, option("N", "Places of the text, evenly spread.", "--places", min=1)] = 4,
+    places: Annotated[int, option("N", "Places of the text, evenly spread.", min=1)] = 4,
     chunk: Annotated[
         int,
         option(
             "N",
             "Tokens that are predicted behind a store. They attend to each other whole: keep them few.",
-            "--chunk",
             min=2,
         ),
     ] = 256,
@@ -70,7 +48,6 @@ def perplexity(
             "N,…",
             "Baselines: the bare model, which reads so many tokens before those that are predicted and "
             "knows of nothing else.",
-            "--windows",
         ),
     ] = "512",
     sliding: Annotated[
@@ -103,39 +80,25 @@ def perplexity(
     from offload_decode.models.loading import load
     from offload_decode.prefill_jobs.append import GrowingStore
 
-    counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
+    counts = token_counts(lengths)
     if sliding and len(counts) > 1:
         raise ConfigError("with --sliding, --lengths is one number, the length of the whole text")
     require(*STATISTICS)
     announce_compiling()
-    settings = prefill_settings(prefill)
-    haystack = read_haystack(text)
-    plan = PerplexityPlan(
-        haystack,
-        counts,
-        contenders,
-        places,
-        chunk,
-        tuple(dict.fromkeys(map(token_count, windows.split(",")))),
-        sliding,
-        {"method": settings.method, **settings.options},
-    )
-    kinds = index_kinds(contenders)
+    settings = shared.prefill_settings(prefill)
+    haystack = shared.read_haystack(text)
+    stored = {"method": settings.method, **settings.options}
+    bare = token_counts(windows)
+    plan = PerplexityPlan(haystack, counts, contenders, places, chunk, bare, sliding, stored)
     loaded = load(model, device)
-    with (
-        TemporaryDirectory(prefix="offload-decode-eval-") as folder,
-        Progress(quiet) as progress,
-    ):
+    with TemporaryDirectory(prefix="offload-decode-eval-") as folder, Progress(quiet) as progress:
+        kinds = shared.index_kinds(contenders)
         grown = GrowingStore(loaded, Path(folder), plan.longest, settings, kinds)
         evaluation = Perplexity(loaded, plan, grown)
-        rehearse(contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
-        results = run(
-            evaluation,
-            loaded,
-            out or Path("perplexity.jsonl"),
-            lambda done, total: progress("prefill", done, total),
-        )
-    show(results, as_json, quiet, _text)
+        shared.rehearse(contenders, loaded, haystack, settings)
+        out = out or Path("perplexity.jsonl")
+        results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
+    shared.show(results, as_json, quiet, _text)
     if model in demo_models.NAMES:
         output.note(_DEMO, quiet)
 
@@ -150,26 +113,22 @@ def _text(results: Results) -> str:
     sliding = results.header.configuration.get("fashion") == "sliding"
     found = likelihoods(results)
     for line in found:
-        rows.append(
-            [
-                line.way,
-                f"up to {line.length:,}" if sliding else f"{line.length:,}",
-                f"{line.nll:.4f}",
-                f"{line.perplexity:,.2f}",
-                *(["", ""] if line.way == DENSE else _difference(line.more)),
-                "-" if line.attended is None else f"{line.attended:,.0f}",
-                f"{line.tokens:,}",
-            ]
-        )
+        stored = f"up to {line.length:,}" if sliding else f"{line.length:,}"
+        more, interval = f"{line.more.value:+.4f}", "-"
+        if line.way == DENSE:
+            more = interval = ""
+        elif line.more.low is not None:
+            interval = f"{line.more.low:+.4f} to {line.more.high:+.4f}"
+        attended = "-" if line.attended is None else f"{line.attended:,.0f}"
+        likelihood = [f"{line.nll:.4f}", f"{line.perplexity:,.2f}"]
+        rows.append([line.way, stored, *likelihood, more, interval, attended, f"{line.tokens:,}"])
         if line.way == DENSE and line.tail_share is not None:
             notes.append(
-                f"behind {'up to ' if sliding else ''}{line.length:,} tokens, {line.tail_share:.1%} of dense "
-                "attention goes to the chunk itself, which all selectors attend to whole"
+                f"behind {stored} tokens, {line.tail_share:.1%} of dense attention goes to the chunk itself, "
+                "which all selectors attend to whole"
             )
     parts = [output.table(rows), *notes, *at_chance(found)]
-    if sliding:
-        parts += ["", output.table(_curve(results))]
-    return "\n".join(parts)
+    return "\n".join([*parts, "", output.table(_curve(results))] if sliding else parts)
 
 
 def _curve(results: Results) -> list[list[str]]:
@@ -185,8 +144,3 @@ def _curve(results: Results) -> list[list[str]]:
         ["NLL of tokens", *ways],
         *([f"{first:,} to {last:,}", *cells] for (first, last), cells in lines.items()),
     ]
-
-
-def _difference(more: Estimate) -> list[str]:
-    interval = "-" if more.low is None else f"{more.low:+.4f} to {more.high:+.4f}"
-    return [f"{more.value:+.4f}", interval]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from offload_decode.evals.answering import Answering
     from offload_decode.evals.haystack import Haystack
     from offload_decode.evals.runs import Results
-    from offload_decode.evals.runs import Stores as StoresOf
     from offload_decode.evals.tasks.base import Task
     from offload_decode.models.loading import LoadedModel
     from offload_decode.prefill_jobs.job import Settings
@@ -33,23 +33,80 @@ _REHEARSED = 64  # tokens
 
 EvalModel = Annotated[
     str,
-    option("M", f"{QUOTED} (shipped), a transformers id, or a model's folder.", "--model"),
+    option(
+        "M",
+        f"{QUOTED} (shipped), a transformers id, or a model's folder.",
+    ),
 ]
 Text = Annotated[
     str | None,
     option(
         "FILE",
-        "The text around what is asked for: a file, a folder, or - for standard input.  "
-        "[default: the Python documentation topics]",
-        "--text",
+        "The text that is stored: a file, a folder, or - for standard input.  [default: the Python "
+        "documentation topics]",
         show_default=False,
     ),
 ]
-Tasks = Annotated[
-    str | None,
-    option("NAME,…", "Tasks to ask.  [default: all]", "--tasks", show_default=False),
+Tasks = Annotated[str | None, option("NAME,…", "Tasks to ask.  [default: all]", show_default=False)]
+Lengths = Annotated[
+    str,
+    option(
+        "N,…",
+        "Tokens of each text, in the model's own tokens.",
+    ),
 ]
-Lengths = Annotated[str, option("N,…", "Tokens of each text, in the model's own tokens.", "--lengths")]
+Limit = Annotated[int, option("N", "Questions for each task, length and seed.", min=1)]
+PrefillMethod = Annotated[
+    str,
+    option(
+        "NAME[:KEY=VALUE,…]",
+        "How stores are prefilled: dense, or a sparse method as in quoka:budget=25%.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    option(
+        "FILE",
+        "Where results are written, line by line; the same command goes on with what is there.  "
+        "[default: the command's name and .jsonl]",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The options of all commands that ask questions."""
+
+    model: EvalModel = "demo"
+    seeds: Annotated[
+        str,
+        option(
+            "N,…",
+            "Numbers, such as 0,1,2, that decide what is drawn: with each, --limit questions are asked for "
+            "each task and length.",
+        ),
+    ] = "0"
+    prefill: PrefillMethod = "dense"
+    stores: Annotated[
+        Path | None,
+        option(
+            "FOLDER",
+            "Keep the stores there, and use those that are there of the same text, model and prefill.  "
+            "[default: each is removed when it was asked]",
+            show_default=False,
+        ),
+    ] = None
+    begin: Annotated[
+        bool,
+        option(None, "Let answers begin as the task has it ('The special magic number for … is'), or not."),
+    ] = True
+    out: Out = None
+    device: Device = "auto"
+    as_json: Json = False
+    quiet: Quiet = False
+
+
 Selectors = Annotated[
     list[str] | None,
     option(
@@ -63,11 +120,7 @@ Selectors = Annotated[
 ]
 Budgets = Annotated[
     str,
-    option(
-        "K,…",
-        "Stored tokens that each selector may attend to: counts, or shares of the store like 2%.",
-        "--budgets",
-    ),
+    option("K,…", "Stored tokens for each selector to attend to: counts, or shares of the store like 2%."),
 ]
 CommonOptions = Annotated[
     list[str] | None,
@@ -79,117 +132,30 @@ CommonOptions = Annotated[
         show_default=False,
     ),
 ]
-Limit = Annotated[int, option("N", "Questions for each task, length and seed.", "--limit", min=1)]
-Seeds = Annotated[
-    str,
-    option(
-        "N,…",
-        "Numbers, such as 0,1,2, that decide what is drawn: with each, --limit questions are asked for "
-        "each task and length.",
-        "--seeds",
-    ),
-]
-PrefillMethod = Annotated[
-    str,
-    option(
-        "NAME[:KEY=VALUE,…]",
-        "How stores are prefilled: dense, or a sparse method as in quoka:budget=25%.",
-        "--prefill",
-    ),
-]
-Stores = Annotated[
-    Path | None,
-    option(
-        "FOLDER",
-        "Keep the stores there, and use those that are there of the same text, model and prefill.  "
-        "[default: each is removed when it was asked]",
-        "--stores",
-        show_default=False,
-    ),
-]
-Begin = Annotated[
-    bool,
-    option(
-        None,
-        "Let answers begin as the task has it ('The special magic number for … is'), or not.",
-        "--begin/--no-begin",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    option(
-        "FILE",
-        "Where results are written, line by line; the same command goes on with what is there.  "
-        "[default: the command's name and .jsonl]",
-        "--out",
-        show_default=False,
-    ),
-]
-
-
-@dataclass(frozen=True)
-class Asking:
-    """How questions are asked: of which model, with which seeds, and how stores are made and kept."""
-
-    model: str
-    seeds: str
-    prefill: str
-    stores: Path | None
-    begins: bool
-    out: Path | None
-    device: str
-    as_json: bool
-    quiet: bool
-
-
-def asking(
-    model: EvalModel = "demo",
-    seeds: Seeds = "0",
-    prefill: PrefillMethod = "dense",
-    stores: Stores = None,
-    begin: Begin = True,
-    out: Out = None,
-    device: Device = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> Asking:
-    """The options of all commands that ask questions."""
-    return Asking(model, seeds, prefill, stores, begin, out, device, as_json, quiet)
-
-
-Group = Annotated[Asking, From(asking)]
 
 
 def contenders(
     selector: Selectors = None, budgets: Budgets = "64,256,1024", option: CommonOptions = None
 ) -> tuple[Contender, ...]:
-    """The options that say what stands beside dense attention."""
-    return contenders_of(selector, budgets, option)
-
-
-Contenders = Annotated[tuple[Contender, ...], From(contenders)]
-
-
-def contenders_of(
-    selectors: Sequence[str] | None, budgets: str, option: list[str] | None
-) -> tuple[Contender, ...]:
-    """Every selector at every budget, with the options that all have in common; one that has a budget of its
-    own keeps it. Raises `ConfigError` for what a selector would refuse.
+    """Every selector at every budget, beside dense attention, with the options that all have in common; one
+    that has a budget of its own keeps it. Raises `ConfigError` for what a selector would refuse.
     """
     common = split_pairs(option or [])
     if "budget" in common:
         raise ConfigError("a budget for all selectors is given with --budgets, not with -o")
     amounts = list(dict.fromkeys(amount.strip() for amount in budgets.split(",")))
     found: dict[str, Contender] = {}
-    for named in read_contenders(selectors or ["topk"]):
+    for named in read_contenders(selector or ["topk"]):
         if named.selector == DENSE:
             continue
-        own = "budget" in named.options
-        for amount in [named.options["budget"]] if own else amounts:
+        for amount in [named.options["budget"]] if "budget" in named.options else amounts:
             way = Contender(named.selector, {**common, **named.options, "budget": amount})
             checked_selector(way.selector, way.options)
             found[way.label] = way
     return tuple(found.values())
+
+
+Contenders = Annotated[tuple[Contender, ...], From(contenders)]
 
 
 def tasks_named(names: str | None, known: Sequence[str]) -> list[str]:
@@ -218,51 +184,61 @@ def numbers(text: str) -> tuple[int, ...]:
     return seeds
 
 
+def token_counts(text: str) -> tuple[int, ...]:
+    """Counts of tokens, separated by commas, each once."""
+    return tuple(dict.fromkeys(map(token_count, text.split(","))))
+
+
 def ask_all(
     suite: str,
-    tasks: Sequence[Task],
+    tasks: str | None,
     how: Asking,
     lengths: str,
     contenders: Sequence[Contender],
     limit: int,
     text: str | None = None,
-    named: bool = True,
+    *,
+    known: Sequence[str] | None = None,
+    own: Mapping[str, Task] | None = None,
     evaluated: type[Answering] | None = None,
     told: Callable[[Results], str] | None = None,
 ) -> None:
-    """Ask every question of the tasks, print the table, and say where the results are. A task that cannot be
-    asked is left out, unless the tasks were `named` by the user.
+    """Ask every question of the `tasks`, print the table, and say where the results are.
+
+    `known`: the tasks that may be named, if not all; `own`: some that take the place of those of their names.
+    A task that cannot be asked is left out, unless it was named.
     """
     from offload_decode.cli.compiling import announce_compiling
+    from offload_decode.evals import tasks as every
     from offload_decode.evals.answering import Answering, AnswerPlan
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
 
+    names = tasks_named(tasks, known or every.names())
+    chosen = [(own or {}).get(name) or every.get(name) for name in names]
     require(*STATISTICS)
     announce_compiling()
-    counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
+    counts = token_counts(lengths)
     settings = prefill_settings(how.prefill)
     haystack = read_haystack(text)
     if how.stores is not None and how.stores.exists() and not how.stores.is_dir():
         raise ConfigError(f"--stores {how.stores} is no folder: name one, which is made where there is none")
     stored = {"method": settings.method, **settings.options}
-    seeds = numbers(how.seeds)
-    plan = AnswerPlan(suite, counts, tuple(contenders), limit, seeds, how.begins, stored)
+    plan = AnswerPlan(suite, counts, tuple(contenders), limit, numbers(how.seeds), how.begin, stored)
     loaded = load(how.model, how.device)
-    kinds = index_kinds(contenders)
-    stores = PrefilledStores(loaded, haystack.name, settings, kinds, how.stores)
-    rehearse(contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
+    stores = PrefilledStores(loaded, haystack.name, settings, index_kinds(contenders), how.stores)
+    rehearse(contenders, loaded, haystack, settings)
     evaluated = evaluated or Answering
-    evaluation = evaluated(plan, tasks, loaded, haystack, stores)
+    evaluation = evaluated(plan, chosen, loaded, haystack, stores)
     with Progress(how.quiet) as progress:
         unfit = evaluation.unfit(lambda done, total: progress("draw texts", done, total))
-        if unfit and (named or len(unfit) == len(tasks)):
+        if unfit and (tasks is not None or len(unfit) == len(chosen)):
             raise next(iter(unfit.values()))
         for name, why in unfit.items():
             output.note(f"{name} is left out: {why}")
         if unfit:
-            fit = [task for task in tasks if task.name not in unfit]
+            fit = [task for task in chosen if task.name not in unfit]
             evaluation = evaluated(plan, fit, loaded, haystack, stores)
         out = how.out or Path(f"{suite}.jsonl")
         results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
@@ -278,36 +254,37 @@ def prefill_settings(text: str) -> Settings:
 
 
 def rehearse(
-    contenders: Sequence[Contender], loaded: LoadedModel, haystack: Haystack, stores: StoresOf
+    contenders: Sequence[Contender], loaded: LoadedModel, haystack: Haystack, settings: Settings
 ) -> None:
     """Open a store of a few words in every way, so that what cannot be done shows before anything long."""
     from offload_decode.engine.engine import Engine
 
+    stores = PrefilledStores(loaded, haystack.name, settings, index_kinds(contenders))
     with stores(haystack.cut(loaded.tokenizer, _REHEARSED), lambda done: None) as store:
         for way in contenders:
             Engine.open(store, loaded, selector=way.selector, options=way.options)
 
 
-def show(
-    results: Results,
-    as_json: bool,
-    quiet: bool,
-    told: Callable[[Results], str] | None = None,
-) -> None:
+def show(results: Results, as_json: bool, quiet: bool, told: Callable[[Results], str] | None = None) -> None:
     """What is `told` of a run, its table and what it comes to, or all of it as JSON; then where it is."""
-    if as_json:
-        output.answer_json({**asdict(results.header), "records": results.records})
-    else:
-        output.answer((told or _judged)(results))
-    output.note(f"{results.path}: see it with `offload-decode eval report {results.path}`", quiet)
-
-
-def _judged(results: Results) -> str:
     from offload_decode.evals.summary import rows, summarize
     from offload_decode.evals.verdict import verdict
 
-    summary = summarize(results)
-    return "\n".join([output.table(rows(summary)), *verdict(summary)])
+    if as_json:
+        output.answer_json({**asdict(results.header), "records": results.records})
+    elif told is not None:
+        output.answer(told(results))
+    else:
+        summary = summarize(results)
+        output.answer("\n".join([output.table(rows(summary)), *verdict(summary)]))
+    output.note(f"{results.path}: see it with `offload-decode eval report {results.path}`", quiet)
+
+
+def refuse_existing(out: Path, *names: str) -> None:
+    """`ConfigError` where one of these results is in the folder already."""
+    for name in names:
+        if (out / name).exists():
+            raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
 
 def read_haystack(text: str | None) -> Haystack:
@@ -347,9 +324,9 @@ def read_contenders(given: Sequence[str]) -> list[Contender]:
         # A value may be a list itself: a comma parts two options only where a name follows it.
         pairs = re.split(r",(?=\w+=)", options) if options else []
         contenders.append(Contender(name, split_pairs(pairs)))
-    labels = [contender.label for contender in contenders]
-    if repeated := [label for label in labels if labels.count(label) > 1]:
-        raise ConfigError(f"selector '{repeated[0]}' is given twice")
+    label, times = Counter(one.label for one in contenders).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(f"selector '{label}' is given twice")
     return contenders
 
 
@@ -399,8 +376,5 @@ class PrefilledStores:
             if stage == "prefill":
                 report(done)
 
-        def make() -> None:
-            document = TextDocument(self._name, text)
-            prefill_texts(self._loaded, [document], path, self._settings, progress=progress)
-
-        return kept(path, make, self._kinds)
+        given = self._loaded, [TextDocument(self._name, text)], path, self._settings
+        return kept(path, lambda: prefill_texts(*given, progress=progress), self._kinds)

@@ -8,21 +8,15 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
-from offload_decode.cli.eval.run import (
-    Group,
-    Lengths,
-    Limit,
-    Tasks,
-    Text,
-    ask_all,
-    contenders_of,
-    tasks_named,
-)
-from offload_decode.cli.options import option, token_count, with_groups
+from offload_decode.cli.eval.run import Asking, Lengths, Limit, Tasks, Text, ask_all, contenders, token_counts
+from offload_decode.cli.options import option, with_groups
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results
     from offload_decode.evals.sparsity import Prediction, Question, Sparse
+
+
+_SHARES = ("75", "90", "95", "99")
 
 
 @with_groups
@@ -37,11 +31,10 @@ def sparsity(
             "K,…",
             "Stored tokens that topk may attend to, from few to many: the fewest that answer as well as "
             "dense attention are what a question needs.",
-            "--budgets",
         ),
     ] = "4,8,16,32,64,128,256,512,1024",
     limit: Limit = 10,
-    how: Group,
+    how: Asking,
 ) -> None:
     """Measure how sparse attention is, by task, layer and head.
 
@@ -54,14 +47,10 @@ def sparsity(
     all larger budgets, an answer scores no less than the dense one are what the question needs; and the last
     table shows how well entropy predicts that (Spearman's rank correlation), beside the length alone.
     """
-    from offload_decode.evals import tasks as known
     from offload_decode.evals.sparsity import Sparsity
 
-    counts = sorted({token_count(budget) for budget in budgets.split(",")})
-    ways = contenders_of(["topk"], ",".join(map(str, counts)), None)
-    chosen = [known.get(name) for name in tasks_named(tasks, known.names())]
-    named = tasks is not None
-    ask_all("sparsity", chosen, how, lengths, ways, limit, text, named, Sparsity, _text)
+    ways = contenders(["topk"], ",".join(map(str, sorted(set(token_counts(budgets))))))
+    ask_all("sparsity", tasks, how, lengths, ways, limit, text, evaluated=Sparsity, told=_text)
 
 
 def _text(results: Results) -> str:
@@ -81,22 +70,12 @@ def _text(results: Results) -> str:
 
 
 def _cells(sparse: Sparse) -> list[str]:
-    means = {name: f"{mean:,.0f}" for name, (mean, _, _) in sparse.keys.items()}
-    _, middle, late = sparse.keys["90"]
-    return [
-        means["75"],
-        means["90"],
-        f"{middle:,.0f}",
-        f"{late:,.0f}",
-        means["95"],
-        means["99"],
-        f"{sparse.entropy:.2f}",
-        f"{sparse.effective:,.0f}",
-    ]
+    (n75, _, _), (n90, middle, late), (n95, _, _), (n99, _, _) = (sparse.keys[p] for p in _SHARES)
+    counts = [f"{count:,.0f}" for count in (n75, n90, middle, late, n95, n99)]
+    return [*counts, f"{sparse.entropy:.2f}", f"{sparse.effective:,.0f}"]
 
 
 def _needed(asked: Sequence[Question]) -> list[str]:
-    """The median of the tokens needed, the questions for which that is known, and the mean dense score."""
     known = [one.needed for one in asked if one.needed is not None]
     shown = f"{median(known):,.0f}" if known else "-"
     return [shown, f"{len(known)}/{len(asked)}", f"{fmean(one.dense for one in asked):.0%}"]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from offload_decode import Engine
-from offload_decode.cli import chat, transcript
-from offload_decode.cli.transcript import Transcript
+from offload_decode.cli import chat
+from offload_decode.cli.chat import Transcript
 from offload_decode.engine.sampler import Sampler
 from tests.cli.conftest import PROGRAM, Ran, refused, run
 
@@ -159,7 +159,7 @@ def test_no_file_hangs_it_or_fills_memory(
         assert "is not a file" in refused(2, "chat", store, stdin=f"/load {path}\n")
     assert "cannot read" in refused(2, "chat", store, stdin=f"/load {tmp_path / 'no'}\n")
     assert "cannot read" in refused(2, "chat", store, stdin="/load nul\0here\n")
-    monkeypatch.setattr(transcript, "MAX_BYTES", saved.stat().st_size - 1)
+    monkeypatch.setattr(chat, "MAX_BYTES", saved.stat().st_size - 1)
     assert "is larger than any conversation" in refused(2, "chat", store, stdin=f"/load {saved}\n")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_decode.cli import questions
-from offload_decode.cli.transcript import FORMAT, VERSION, _read
+from offload_decode.cli.chat import FORMAT, VERSION, _read
 from offload_decode.common.files import remove
 from tests.fuzz.edits import Edit, Files, apply, put_back
 

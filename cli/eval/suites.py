@@ -1,0 +1,146 @@
+"""`offload-decode eval ruler`, `aggregate`, `passkey` and `ablation`: tasks of one suite each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from offload_decode.cli.eval import run
+from offload_decode.cli.eval.run import Asking, Contenders, Lengths, Limit, Tasks, Text, ask_all
+from offload_decode.cli.options import Selector, option, with_groups
+from offload_decode.common.errors import ConfigError
+from offload_decode.config import split_pairs
+from offload_decode.evals.contender import Contender
+
+if TYPE_CHECKING:
+    from offload_decode.evals.tasks.base import Task
+
+_BUDGET = "64"
+_MOST = 256  # combinations: more are a slip of the pen
+
+
+@with_groups
+def ruler(
+    *,
+    text: Text = None,
+    lengths: Lengths = "4K,16K",
+    tasks: Tasks = None,
+    contenders: Contenders,
+    qa: Annotated[
+        list[str] | None,
+        option(
+            "FILE",
+            "Questions and documents for qa_1 (in SQuAD's format) or qa_2 (in HotpotQA's); repeatable.  "
+            "[default: questions of our own about Python's documentation topics]",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Limit = 20,
+    how: Asking,
+) -> None:
+    """Ask RULER's thirteen tasks.
+
+    Needles, variables, word counts, and questions about documents. Every question is answered with dense
+    attention and with each selector at each budget. Every fourth text is also asked without
+    what is asked for, as a control. The worst task stands first, then the mean.
+    """
+    from offload_decode.evals.tasks import ruler_qa
+    from offload_decode.evals.tasks.ruler import SUITE
+
+    own: dict[str, Task] = {}
+    for file in qa or []:
+        task = ruler_qa.task_of(ruler_qa.read(file))
+        if task.name in own:
+            raise ConfigError(
+                f"two files are for {task.name}: give one in SQuAD's and one in HotpotQA's format"
+            )
+        own[task.name] = task
+    names = run.tasks_named(tasks, SUITE)
+    if left_out := [name for name in own if name not in names]:
+        raise ConfigError(f"a file of --qa is for {left_out[0]}: add that to --tasks, or leave the file out")
+    ask_all("ruler", tasks, how, lengths, contenders, limit, text, known=SUITE, own=own)
+
+
+@with_groups
+def aggregate(
+    *,
+    text: Text = None,
+    lengths: Lengths = "4K,16K",
+    tasks: Tasks = None,
+    contenders: Contenders,
+    limit: Limit = 20,
+    how: Asking,
+) -> None:
+    """Ask for what no small part of a text can tell.
+
+    Counting mentions, joining the facts of a story, extracting every record as JSON, classifying and tallying
+    lines: methods that attend to few tokens are known to break
+    here. Every question is answered with dense attention and with each selector at each budget.
+    """
+    from offload_decode.evals.tasks.aggregate import SUITE
+
+    ask_all("aggregate", tasks, how, lengths, contenders, limit, text, known=SUITE)
+
+
+@with_groups
+def passkey(
+    *,
+    lengths: Lengths = "10000,100000",
+    selector: run.Selectors = None,
+    budgets: run.Budgets = "64,128,256,512,1024,2048,4096",
+    option: run.CommonOptions = None,
+    limit: Limit = 100,
+    how: Asking,
+) -> None:
+    """Ask for a pass key, by Quest's protocol (arXiv 2406.10774).
+
+    A number of five digits stands among sentences that repeat, at a place drawn afresh, in
+    10,000 and in 100,000 tokens.
+    """
+    ways = run.contenders(selector or ["quest", "topk"], budgets, option)
+    ask_all("passkey", None, how, lengths, ways, limit, known=["passkey"])
+
+
+@with_groups
+def ablation(
+    *,
+    selector: Selector = "topk",
+    option: Annotated[
+        list[str] | None,
+        option(
+            "KEY=VALUE",
+            "An option of the selector. Given several times with different values, it makes the grid: "
+            "-o budget=64 -o budget=256 -o tail=off -o tail=clusters are four ways.",
+            "-o",
+            "--option",
+            show_default=False,
+        ),
+    ] = None,
+    text: Text = None,
+    tasks: Tasks = None,
+    lengths: Lengths = "4K",
+    limit: Limit = 20,
+    how: Asking,
+) -> None:
+    """Try a selector's options in a grid.
+
+    Every combination answers the same questions as dense attention does, and stands in a line of its own.
+    """
+    ask_all("ablation", tasks, how, lengths, _grid(selector, option or []), limit, text)
+
+
+def _grid(selector: str, option: Sequence[str]) -> tuple[Contender, ...]:
+    """Every combination of the values, in the order in which they were given."""
+    values: dict[str, dict[str, None]] = {}
+    for pair in option:
+        ((name, value),) = split_pairs([pair]).items()
+        values.setdefault(name, {})[value] = None
+    values.setdefault("budget", {_BUDGET: None})
+    ways = list(itertools.islice(itertools.product(*values.values()), _MOST + 1))
+    if len(ways) > _MOST:
+        raise ConfigError(f"these options make more than {_MOST} combinations: try fewer of them at a time")
+    found = tuple(Contender(selector, dict(zip(values, way, strict=True))) for way in ways)
+    for way in found:
+        run.checked_selector(way.selector, way.options)
+    return found
