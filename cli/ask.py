@@ -150,7 +150,6 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
 
 
 def answer_fields(given: Answer) -> dict[str, object]:
-    """The fields of an answer in JSON."""
     cited = {} if given.citations is None else {"citations": list(map(asdict, given.citations))}
     return {"answer": given.text, "tokens": len(given.tokens), "finish": given.finish, **cited}
 
@@ -187,7 +186,6 @@ def show(pieces: Iterable[str]) -> None:
 
 
 def cited_text(citations: Sequence[CitedDocument]) -> str:
-    """The documents and passages that an answer attended to, as text."""
     if not citations:
         return "attended to no passage in particular"
     lines = []
@@ -198,7 +196,6 @@ def cited_text(citations: Sequence[CitedDocument]) -> str:
 
 
 def describe(cost: StepStats, engine: Engine) -> str:
-    """What an answer cost, as text."""
     stored = engine.prefix.length
     attended = cost.selected / max(1, cost.rows)
     other = cost.total_s - cost.search_s - cost.gather_s - cost.attend_s

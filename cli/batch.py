@@ -176,7 +176,6 @@ class Batch:
         self.advance(len(lines))
 
     def parts(self, questions: Sequence[Question]) -> list[Sequence[Question]]:
-        """The questions that are asked together."""
         return [questions[start : start + self.size] for start in range(0, len(questions), self.size)]
 
     def fail(self, store: str, questions: int, error: OffloadDecodeError) -> None:
@@ -208,7 +207,6 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
 
 
 def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:
-    """Have the machines of a cluster answer, a part of `job.size` questions at a time."""
     if not left:
         return
 
@@ -234,7 +232,6 @@ def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch
 
 
 def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Batch) -> None:
-    """Have a server answer all questions, several at a time."""
     config = job.options.config
     wanted = AnswerOptions(config.selector, config.options, job.max_new_tokens, cite=job.cites)
     with Server(address) as server:

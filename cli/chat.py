@@ -109,11 +109,9 @@ class Transcript:
 
     @property
     def length(self) -> int:
-        """Tokens of all turns."""
         return self.engine.length - self.engine.prefix.length
 
     def reset(self) -> None:
-        """Forget every turn."""
         self.engine.crop(self.engine.prefix.length)
         self.turns = []
 
@@ -195,7 +193,6 @@ class RemoteTranscript:
             yield piece
 
     def reset(self) -> None:
-        """Forget every turn."""
         self.messages, self.turns = [], []
 
     def save(self, file: Path) -> None:
@@ -239,7 +236,6 @@ class _Chat:
                 output.note(f"error: {sentence(error)}")
 
     def _line(self) -> str | None:
-        """The next line; None at the end of the input."""
         while True:
             try:
                 return input("> " if self.at_terminal else "").strip()
@@ -297,7 +293,6 @@ def _answered(engine: Engine, tokens: list[int]) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The contents of a conversation file, its turns not yet checked."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block
         try:

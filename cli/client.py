@@ -93,7 +93,6 @@ class ServerAnswer:
 
     @property
     def cited(self) -> list[CitedDocument]:
-        """What the answer attended to."""
         from offload_decode.types import CitedDocument, CitedSpan
 
         def cited(name: str, share: float, spans: list[Any]) -> CitedDocument:
@@ -105,12 +104,10 @@ class ServerAnswer:
             raise ServerError("the server's citations cannot be read: it runs another release") from error
 
     def fields(self, cites: bool) -> dict[str, object]:
-        """The fields of an answer in JSON."""
         cited = {"citations": list(map(asdict, self.cited))} if cites else {}
         return {"answer": self.text.strip(), "tokens": self.tokens, "finish": self.finish, **cited}
 
     def describe(self, seconds: float) -> str:
-        """What an answer cost, as text."""
         prompt = f"{self.prompt:,} tokens, {self.cached:,} of them stored or cached"
         answer = output.count(self.tokens, "token")
         return output.facts([("prompt", prompt), ("answer", answer), ("time", f"{seconds:.2f} s")])
@@ -260,7 +257,6 @@ class Server:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Map the errors of `openai` to ours."""
         import openai
 
         try:
@@ -333,7 +329,6 @@ def _first_line(path: Path) -> str:
 
 
 def conversation(question: str) -> list[dict[str, str]]:
-    """The messages of a conversation that begins with a question."""
     return [{"role": "user", "content": question}]
 
 

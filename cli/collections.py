@@ -91,7 +91,6 @@ class AskedCollection:
         return {self.collection.address(entry): entry for entry in self.entries}
 
     def held(self, store: str) -> AbstractContextManager[Path]:
-        """The local path of one of `stores`, kept while it is asked."""
         return self.collection.held(self.stores[store])
 
     def on_other_machines(self, stores: Iterable[str]) -> RemoteStores | None:

@@ -16,7 +16,6 @@ class _Announcer(event.Listener):
     announced = False
 
     def on_start(self, event: Any) -> None:
-        """Print one line, at the first of our loops."""
         ours = event.data["dispatcher"].py_func.__module__.startswith("offload_decode.")
         if ours and not self.announced:
             self.announced = True

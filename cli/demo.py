@@ -124,7 +124,6 @@ def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet:
 
 
 def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
-    """Build the default index, and the others whose libraries are installed."""
     from offload_decode.common.errors import MissingBackend
     from offload_decode.prefill_jobs.indexing import build_indexes
 
@@ -194,7 +193,6 @@ def _shown(number: int, fact: Fact, replies: Sequence[WayAnswer]) -> str:
 
 
 def _is_right(fact: Fact, reply: WayAnswer) -> bool:
-    """Whether the answer has a hidden fact, or lacks the control's."""
     return fact.told(reply.text) == (fact.depth is not None)
 
 
@@ -209,8 +207,6 @@ def _found(hidden: Hidden, way: str, replies: Sequence[WayAnswer]) -> int:
 def _summary(
     hidden: Hidden, built: Mapping[str, BuildReport], replies: Sequence[WayAnswer], stored: int
 ) -> str:
-    """A table of what each way cost and found."""
-
     def mean(way: str, cost: str) -> float:
         return fmean(getattr(reply, cost) for reply in replies if reply.way == way)
 

@@ -43,12 +43,10 @@ def version_of(package: str) -> str | None:
 
 
 def faiss_packages() -> list[tuple[str, str]]:
-    """Every installed package that provides Faiss, with its version."""
     return [(name, found) for name in FAISS if (found := version_of(name))]
 
 
 def nvidia_driver() -> str | None:
-    """The version of the NVIDIA driver; None where there is none."""
     try:
         words = _DRIVER.read_text().split()
     except OSError:
@@ -84,7 +82,6 @@ def installed_extensions() -> list[str]:
 
 
 def unmet() -> list[str]:
-    """Requirements that the installed packages do not meet, one sentence each."""
     from packaging.requirements import Requirement
 
     problems = []
@@ -258,7 +255,6 @@ def _gpu() -> str:
 
 
 def _self_test() -> str:
-    """Prefill a text with a fact in it, index it, and ask for the fact."""
     from offload_decode.cli.compiling import announce_compiling
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import load

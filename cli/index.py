@@ -159,7 +159,6 @@ def _tell(report: BuildReport, recall: float, quiet: bool) -> None:
 
 
 def summary(report: BuildReport, verb: str = "built") -> str:
-    """Which indexes were made, their recall and their parameters, as text."""
     kept = f", {report.reused:,} kept" if report.reused else ""
     at = f"@{report.k}" if report.k else ""
     tuned = "; ".join(f"{name} {_span(value)}" for name, value in report.parameters.items())

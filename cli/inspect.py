@@ -168,7 +168,6 @@ def _short(digest: str) -> str:
 
 
 def _inspect_collection(path: Path, as_json: bool) -> None:
-    """Opens none of its stores."""
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.words import WORDS
 

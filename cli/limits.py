@@ -57,7 +57,6 @@ class AskOptions:
 
     @property
     def caps(self) -> Caps:
-        """The limits as they were written; raises `ConfigError`."""
         return caps_of(self.gpu_memory, self.ram)
 
 

@@ -102,7 +102,6 @@ def _one(model: str, as_json: bool) -> None:
 
 
 def checked(model: str) -> str:
-    """The equivalence check of a supported model, in a line."""
     from offload_decode.hf.verify import check_equivalence
     from offload_decode.models.checkpoint import stated_config
 

@@ -119,28 +119,24 @@ def byte_count(text: str) -> int:
 
 
 def selector_names(incomplete: str) -> list[str]:
-    """Selectors whose names begin with `incomplete`."""
     from offload_decode.selectors.registry import names
 
     return _completing(names(), incomplete)
 
 
 def index_kinds(incomplete: str) -> list[str]:
-    """Index kinds whose names begin with `incomplete`."""
     from offload_decode.indexes.registry import kinds
 
     return _completing(kinds(), incomplete)
 
 
 def prefill_methods(incomplete: str) -> list[str]:
-    """Prefill methods whose names begin with `incomplete`."""
     from offload_decode.prefill_jobs.methods.registry import names
 
     return _completing(names(), incomplete)
 
 
 def selector_options(incomplete: str) -> list[str]:
-    """KEY= of the options that most selectors have, and index=KIND."""
     keys = ("budget=", "schedule=linear", "dense_layers=", "tail=clusters", "tail=sample")
     return _completing([*keys, *(f"index={kind}" for kind in index_kinds(""))], incomplete)
 
@@ -220,16 +216,16 @@ Selector = Annotated[
         autocompletion=selector_names,
     ),
 ]
+
+
+def key_values(help: str, **more: Any) -> Any:
+    """-o KEY=VALUE, which may be repeated."""
+    return option("KEY=VALUE", f"{help}; repeatable.", "-o", "--option", **more)
+
+
+_SELECTOR_OPTION = "Selector option, such as budget=2% or index=faiss-ivf"
 Options = Annotated[
-    list[str] | None,
-    option(
-        "KEY=VALUE",
-        "Selector option, such as budget=2% or index=faiss-ivf; repeatable.",
-        "-o",
-        "--option",
-        panel=RETRIEVAL,
-        autocompletion=selector_options,
-    ),
+    list[str] | None, key_values(_SELECTOR_OPTION, panel=RETRIEVAL, autocompletion=selector_options)
 ]
 Attend = Annotated[
     str,

@@ -46,7 +46,6 @@ def generated(text: str, end: str = "") -> None:
 
 
 def answer_json(value: object) -> None:
-    """Print the result as one JSON object."""
     print(json_line(value), flush=True)
 
 
@@ -60,7 +59,6 @@ def json_line(value: object) -> str:
 
 
 def note(text: str, quiet: bool = False) -> None:
-    """Print a note on stderr."""
     if not quiet:
         print(shown(text), file=sys.stderr, flush=True)
 
@@ -88,7 +86,6 @@ def size(amount: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number and the noun that it counts, in the plural where needed."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -107,7 +104,6 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many more there are."""
     more = f" and {len(names) - most:,} more (--json lists them)" if len(names) > most else ""
     return f"{', '.join(map(one_line, names[:most]))}{more}"
 

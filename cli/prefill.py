@@ -46,12 +46,7 @@ class StoreOptions:
     ] = "dense"
     options: Annotated[
         list[str] | None,
-        option(
-            "KEY=VALUE",
-            "Option of the method, such as chunk=512 (tokens in one forward pass) or budget=25%; repeatable.",
-            "-o",
-            "--option",
-        ),
+        opts.key_values("Option of the method, such as chunk=512 (tokens in one forward pass) or budget=25%"),
     ] = None
     kv: Annotated[str, option("K", "Keys and values as auto (the model's dtype), int8 or int4-values.")] = (
         "auto"
@@ -226,7 +221,6 @@ def _as_json(report: PrefillReport) -> dict[str, object]:
 
 
 def _made(report: PrefillReport) -> str:
-    """A report on a store, in a line or two."""
     contents = f"{report.n_tokens:,} tokens"
     if report.resumed_from and not report.kept:
         contents += f", resumed after {report.resumed_from:,}"

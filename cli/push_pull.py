@@ -105,7 +105,6 @@ def pull(
 
 
 def summary(moved: Transfer | Moved, verb: str) -> str:
-    """What the transfer of a store or of a collection did, as text."""
     from offload_decode.prefill_jobs.buckets import Transfer
 
     if isinstance(moved, Transfer):

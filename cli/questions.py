@@ -37,7 +37,6 @@ class Question:
     extra: dict[str, Any]
 
     def key(self, store: str) -> str:
-        """Identifies this question to this store."""
         return _key(store, self.id, self.text)
 
 

@@ -12,7 +12,7 @@ import typer
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.eval.run import read_contenders, refuse_existing
-from offload_decode.cli.options import Device, Json, Model, Quiet, Store, option, question_from
+from offload_decode.cli.options import Device, Json, Model, Quiet, Store, key_values, option, question_from
 from offload_decode.cli.output import Progress
 from offload_decode.config import split_pairs
 from offload_decode.evals.contender import Contender
@@ -34,30 +34,17 @@ def fidelity(
             "quest:page_size=32,metadata=int8; repeatable.  [default: every built-in one]",
             "-s",
             "--selector",
-            show_default=False,
         ),
     ] = None,
     budgets: Annotated[
-        str,
-        option("K,…", "Stored tokens for each query row: counts, or shares of the store like 2%."),
+        str, option("K,…", "Stored tokens for each query row: counts, or shares of the store like 2%.")
     ] = "64,256,1024",
     option: Annotated[
-        list[str] | None,
-        option(
-            "KEY=VALUE",
-            "An option for all selectors, such as dense_layers=0,1; repeatable.",
-            "-o",
-            "--option",
-            show_default=False,
-        ),
+        list[str] | None, key_values("An option for all selectors, such as dense_layers=0,1")
     ] = None,
     question: Annotated[
         list[str] | None,
-        option(
-            "TEXT",
-            f'A question whose queries are measured; repeatable.  [default: "{_QUESTION}"]',
-            show_default=False,
-        ),
+        option("TEXT", f'A question whose queries are measured; repeatable.  [default: "{_QUESTION}"]'),
     ] = None,
     tokens: Annotated[int, option("N", "Tokens to generate for each question.", min=2)] = 256,
     out: Annotated[Path, option("FOLDER", f"Where {RESULT} and {PICTURE} are written.")] = Path("fidelity"),
@@ -120,7 +107,6 @@ def fidelity(
 
 
 def _contenders(given: Sequence[str]) -> tuple[Contender, ...]:
-    """What was asked for, or everything, and the controls."""
     from offload_decode.evals.contender import DENSE
     from offload_decode.evals.fidelity import CONTROLS
     from offload_decode.selectors.registry import built_in
@@ -132,7 +118,6 @@ def _contenders(given: Sequence[str]) -> tuple[Contender, ...]:
 
 
 def _rows(report: FidelityReport) -> list[list[str]]:
-    """One line an entry, budget by budget: of live queries, and three columns of stored ones."""
     errors = ["p50", "p95", "p99", "appr. p95", "search p95"]
     live = ["recall", "mass", *(f"error {name}" if name[0] == "p" else name for name in errors)]
     stored = ["stored: recall", "mass", "error p50"]

@@ -30,10 +30,7 @@ def needle(
         str, option("P,…", "Where the needle is hidden, in percent of the text.")
     ] = "0,25,50,75,100",
     budget: Annotated[
-        str | None,
-        option(
-            "K", f"Stored tokens that the selector may attend to.  [default: {_BUDGET}]", show_default=False
-        ),
+        str | None, option("K", f"Stored tokens that the selector may attend to.  [default: {_BUDGET}]")
     ] = None,
     selector: Selector = "topk",
     option: Options = None,
@@ -101,7 +98,6 @@ def _share(percent: str) -> float:
 
 
 def _rows(grid: NeedleGrid) -> list[list[str]]:
-    """Lengths and ways down, depths across, accuracy in percent."""
     from offload_decode.evals.lengths import label
     from offload_decode.evals.needle_grid import PANELS
 

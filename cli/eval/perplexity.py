@@ -27,10 +27,7 @@ def perplexity(
     text: Text = None,
     lengths: Annotated[
         str,
-        option(
-            "N,…",
-            "Stored tokens before what is predicted; with --sliding the one length of the text.",
-        ),
+        option("N,…", "Stored tokens before what is predicted; with --sliding the one length of the text."),
     ] = "8K",
     places: Annotated[int, option("N", "Places of the text, evenly spread.", min=1)] = 4,
     chunk: Annotated[
@@ -132,7 +129,6 @@ def _text(results: Results) -> str:
 
 
 def _curve(results: Results) -> list[list[str]]:
-    """Positions down, ways across: the mean NLL there."""
     from offload_decode.evals.perplexity import curve
 
     points = curve(results, _POINTS)

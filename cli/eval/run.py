@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
-from offload_decode.cli.options import Device, From, Json, Quiet, option, token_count
+from offload_decode.cli.options import Device, From, Json, Quiet, key_values, option, token_count
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import parse_options, split_pairs
@@ -31,36 +31,22 @@ if TYPE_CHECKING:
 
 _REHEARSED = 64  # tokens
 
-EvalModel = Annotated[
-    str,
-    option(
-        "M",
-        f"{QUOTED} (shipped), a transformers id, or a model's folder.",
-    ),
-]
+EvalModel = Annotated[str, option("M", f"{QUOTED} (shipped), a transformers id, or a model's folder.")]
 Text = Annotated[
     str | None,
     option(
         "FILE",
         "The text that is stored: a file, a folder, or - for standard input.  [default: the Python "
         "documentation topics]",
-        show_default=False,
     ),
 ]
-Tasks = Annotated[str | None, option("NAME,…", "Tasks to ask.  [default: all]", show_default=False)]
-Lengths = Annotated[
-    str,
-    option(
-        "N,…",
-        "Tokens of each text, in the model's own tokens.",
-    ),
-]
+Tasks = Annotated[str | None, option("NAME,…", "Tasks to ask.  [default: all]")]
+Lengths = Annotated[str, option("N,…", "Tokens of each text, in the model's own tokens.")]
 Limit = Annotated[int, option("N", "Questions for each task, length and seed.", min=1)]
 PrefillMethod = Annotated[
     str,
     option(
-        "NAME[:KEY=VALUE,…]",
-        "How stores are prefilled: dense, or a sparse method as in quoka:budget=25%.",
+        "NAME[:KEY=VALUE,…]", "How stores are prefilled: dense, or a sparse method as in quoka:budget=25%."
     ),
 ]
 Out = Annotated[
@@ -69,7 +55,6 @@ Out = Annotated[
         "FILE",
         "Where results are written, line by line; the same command goes on with what is there.  "
         "[default: the command's name and .jsonl]",
-        show_default=False,
     ),
 ]
 
@@ -94,7 +79,6 @@ class Asking:
             "FOLDER",
             "Keep the stores there, and use those that are there of the same text, model and prefill.  "
             "[default: each is removed when it was asked]",
-            show_default=False,
         ),
     ] = None
     begin: Annotated[
@@ -115,23 +99,13 @@ Selectors = Annotated[
         "repeatable.  [default: topk]",
         "-s",
         "--selector",
-        show_default=False,
     ),
 ]
 Budgets = Annotated[
     str,
     option("K,…", "Stored tokens for each selector to attend to: counts, or shares of the store like 2%."),
 ]
-CommonOptions = Annotated[
-    list[str] | None,
-    option(
-        "KEY=VALUE",
-        "An option for all selectors, such as tail=clusters; repeatable.",
-        "-o",
-        "--option",
-        show_default=False,
-    ),
-]
+CommonOptions = Annotated[list[str] | None, key_values("An option for all selectors, such as tail=clusters")]
 
 
 def contenders(
@@ -159,7 +133,6 @@ Contenders = Annotated[tuple[Contender, ...], From(contenders)]
 
 
 def tasks_named(names: str | None, known: Sequence[str]) -> list[str]:
-    """The tasks of a list with commas; all that are known where there is none."""
     if names is None:
         return list(known)
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",")))
@@ -170,7 +143,6 @@ def tasks_named(names: str | None, known: Sequence[str]) -> list[str]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Seeds, separated by commas."""
     from offload_decode.evals.runs import MOST
 
     try:
@@ -249,7 +221,7 @@ def prefill_settings(text: str) -> Settings:
     """How stores are prefilled, as users write it: `quoka:budget=25%`."""
     from offload_decode.prefill_jobs.job import Settings
 
-    (named,) = read_contenders([text])
+    (named) = read_contenders([text])
     return Settings(named.selector, dict(named.options))
 
 
@@ -281,7 +253,6 @@ def show(results: Results, as_json: bool, quiet: bool, told: Callable[[Results],
 
 
 def refuse_existing(out: Path, *names: str) -> None:
-    """`ConfigError` where one of these results is in the folder already."""
     for name in names:
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
@@ -331,7 +302,6 @@ def read_contenders(given: Sequence[str]) -> list[Contender]:
 
 
 def index_kinds(contenders: Sequence[Contender]) -> list[str]:
-    """The kinds of index that are asked for by name, each once."""
     return sorted({kind for way in contenders if (kind := index_of(way.options)) is not None})
 
 

@@ -33,7 +33,6 @@ def ruler(
             "FILE",
             "Questions and documents for qa_1 (in SQuAD's format) or qa_2 (in HotpotQA's); repeatable.  "
             "[default: questions of our own about Python's documentation topics]",
-            show_default=False,
         ),
     ] = None,
     limit: Limit = 20,
@@ -114,7 +113,6 @@ def ablation(
             "-o budget=64 -o budget=256 -o tail=off -o tail=clusters are four ways.",
             "-o",
             "--option",
-            show_default=False,
         ),
     ] = None,
     text: Text = None,
@@ -131,10 +129,9 @@ def ablation(
 
 
 def _grid(selector: str, option: Sequence[str]) -> tuple[Contender, ...]:
-    """Every combination of the values, in the order in which they were given."""
     values: dict[str, dict[str, None]] = {}
     for pair in option:
-        ((name, value),) = split_pairs([pair]).items()
+        ((name, value)) = split_pairs([pair]).items()
         values.setdefault(name, {})[value] = None
     values.setdefault("budget", {_BUDGET: None})
     ways = list(itertools.islice(itertools.product(*values.values()), _MOST + 1))

@@ -67,9 +67,8 @@ class Header:
         try:
             data = files.parse(read_regular(path / HEADER))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise StoreNotFound(
-                f"There is no collection at {path}: make one with `offload-decode collect`."
-            ) from error
+            told = f"There is no collection at {path}: make one with `offload-decode collect`."
+            raise StoreNotFound(told) from error
         except ValueError as error:
             told = f"{path / HEADER} is no JSON: restore it from a copy, or collect again."
             raise StoreDamaged(told) from error
@@ -83,13 +82,12 @@ class Header:
 
     def check(self, path: Path, asked: Header) -> None:
         """StoreMismatch where documents made as `asked` do not belong to the collection at `path`."""
-        wanted = asdict(asked)
-        others = [name for name, own in asdict(self).items() if own != wanted[name] and name != "model_id"]
+        wanted = asdict(asked) | {"model_id": self.model_id}
+        others = [name for name, own in asdict(self).items() if own != wanted[name]]
         if others:
-            raise StoreMismatch(
-                f"The collection {path} was made by {self.model_id} and differs in "
-                f"{' and '.join(others)}: give what it was made with, or choose another --out."
-            )
+            way = "give what it was made with, or choose another --out."
+            made = f"The collection {path} was made by {self.model_id}"
+            raise StoreMismatch(f"{made} and differs in {' and '.join(others)}: {way}")
 
 
 class Collection:
@@ -153,9 +151,8 @@ class Changing:
             with locked(path):
                 yield cls(path)
         except StoreBusy as error:
-            raise StoreBusy(
-                f"Another process is changing the collection {path}: wait for it to end, or stop it first."
-            ) from error
+            way = "wait for it to end, or stop it first."
+            raise StoreBusy(f"Another process is changing the collection {path}: {way}") from error
 
     def state(self, header: Header) -> None:
         """Say by which model and how its documents are made; `StoreMismatch` where it is another."""
@@ -230,11 +227,10 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition:
         """`ConfigError` for what is no condition."""
-        found = _CONDITION.fullmatch(text.strip())
-        if found is None:
-            example = "write one like name=2024/*, author!=Ada or year>=2020"
-            raise ConfigError(f"'{text}' is no condition: {example}")
-        return cls(found[1].strip(), found[2], found[3].strip())
+        if found := _CONDITION.fullmatch(text.strip()):
+            return cls(found[1].strip(), found[2], found[3].strip())
+        example = "write one like name=2024/*, author!=Ada or year>=2020"
+        raise ConfigError(f"'{text}' is no condition: {example}")
 
     def holds(self, entry: Entry) -> bool:
         """Whether a document meets it."""
@@ -248,14 +244,13 @@ class Condition:
             if wanted is None or value is None or isinstance(value, bool):
                 return False
             return bool(_ORDERED[self.comparison](value, wanted))
-        return self._equals(value) == (self.comparison == "=")
-
-    def _equals(self, value: Value) -> bool:
         if isinstance(value, str):
-            return fnmatchcase(value, self.wanted)
-        if isinstance(value, bool | None):
-            return self.wanted == {True: "true", False: "false", None: "null"}[value]
-        return value == _number(self.wanted)
+            equal = fnmatchcase(value, self.wanted)
+        elif isinstance(value, bool | None):
+            equal = self.wanted == json.dumps(value)
+        else:
+            equal = value == _number(self.wanted)
+        return equal == (self.comparison == "=")
 
 
 def _number(text: str) -> float | None:

@@ -55,9 +55,9 @@ def read(path: Path) -> tuple[dict[str, Entry], int]:
             try:
                 name, entry = _parsed(line)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
+                way = "restore it from a copy, or collect again to another --out."
                 raise StoreDamaged(
-                    f"Line {count} of {path} is not that of a document ({error}): restore it from a copy, or "
-                    "collect again to another --out."
+                    f"Line {count} of {path} is not that of a document ({error}): {way}"
                 ) from error
             if entry is None:
                 entries.pop(name, None)
@@ -79,12 +79,10 @@ class Journal:
 
     def put(self, entry: Entry) -> None:
         """Add a document, or what is known of it now. Raises `ConfigError` where that is too much."""
-        line = _line(entry._asdict() | {"metadata": dict(entry.metadata)})
+        line = _line(entry._asdict())
         if len(line) > LONGEST:
-            raise ConfigError(
-                f"the name and metadata of {entry.name[:100]} take {len(line):,} bytes, and {LONGEST:,} are "
-                "the most: say less of it"
-            )
+            taken = f"take {len(line):,} bytes, and {LONGEST:,} are the most: say less of it"
+            raise ConfigError(f"the name and metadata of {entry.name[:100]} {taken}")
         self._append([line])
         self.entries[entry.name] = entry
 
@@ -110,13 +108,11 @@ class Journal:
         if self.path.stat().st_size + LONGEST > LARGEST and self._count > len(self.entries):
             self._rewrite()
         if self.path.stat().st_size + LONGEST > LARGEST:
-            raise DoesNotFit(
-                f"{self.path} is full, with {len(self.entries):,} documents: split the texts into several "
-                "collections"
-            )
+            held = f"{len(self.entries):,} documents: split the texts into several collections"
+            raise DoesNotFit(f"{self.path} is full, with {held}")
 
     def _rewrite(self) -> None:
-        lines = [_line(one._asdict() | {"metadata": dict(one.metadata)}) for one in self.entries.values()]
+        lines = [_line(one._asdict()) for one in self.entries.values()]
         files.write(self.path, b"".join(lines))
         self._count = len(lines)
 
@@ -141,9 +137,8 @@ def _opened(path: Path) -> BinaryIO:
         raise StoreDamaged(f"{path} is missing: restore it from a copy, or collect again.") from error
     if os.fstat(file.fileno()).st_size > LARGEST:
         file.close()
-        raise StoreForeign(
-            f"{path} has more than {LARGEST >> 20} MiB: split the texts into several collections."
-        )
+        most = f"{LARGEST >> 20} MiB"
+        raise StoreForeign(f"{path} has more than {most}: split the texts into several collections.")
     return file
 
 
@@ -187,7 +182,8 @@ def check_metadata(metadata: object) -> None:
 
 
 def _line(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    # `dict`: metadata are any mapping.
+    return json.dumps(fields, ensure_ascii=False, allow_nan=False, default=dict).encode() + b"\n"
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -81,8 +81,7 @@ class Words:
         """Remove the documents that are in none of `stores`."""
         gone = self._there - set(map(number_of, stores))
         with _told(self._path):
-            for number in gone:
-                self._connection.execute("DELETE FROM words WHERE rowid = ?", (number,))
+            self._connection.executemany("DELETE FROM words WHERE rowid = ?", ((one,) for one in gone))
         self._there -= gone
 
 
@@ -169,9 +168,8 @@ def _check_plain(path: Path) -> None:
     journal = path.with_name(f"{path.name}-journal")
     foreign = [f"{path}{end}" for end in ("-wal", "-shm") if os.path.lexists(f"{path}{end}")]  # we write none
     if foreign or not _is_ours(journal):
-        raise StoreDamaged(
-            f"{foreign[0] if foreign else journal} is not of a collection: remove it, and collect again."
-        )
+        named = foreign[0] if foreign else journal
+        raise StoreDamaged(f"{named} is not of a collection: remove it, and collect again.")
 
 
 def _is_ours(journal: Path) -> bool:
@@ -193,14 +191,12 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:  # of a length that the file states
-        raise StoreDamaged(
-            f"{path} asks for more memory than there is: free some, or remove it and collect again."
-        ) from error
+        way = "free some, or remove it and collect again."
+        raise StoreDamaged(f"{path} asks for more memory than there is: {way}") from error
     except (sqlite3.Error, UnicodeDecodeError) as error:  # of a sentence that quotes the file
         if "no such module" in str(error):
-            raise ConfigError(
-                "this Python's SQLite was built without full-text search (FTS5): use another build of Python"
-            ) from error
+            lacks = "this Python's SQLite was built without full-text search (FTS5)"
+            raise ConfigError(f"{lacks}: use another build of Python") from error
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
             raise StoreBusy(f"Another process is writing {path}: try again in a moment.") from error
         reason = " ".join(str(error).split())[:_LONGEST_REASON]

@@ -43,7 +43,6 @@ class Caps:
     ram: int | None = None
 
     def of(self, place: Medium) -> int | None:
-        """The cap of a place."""
         return {Medium.GPU: self.gpu_memory, Medium.RAM: self.ram}.get(place)
 
 
@@ -117,9 +116,9 @@ def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> 
 
 def _certain(asked: Plan, place: Medium, caps: Caps) -> bool:
     """Whether what is lacking there is refused: without a cap, a CPU may read weights from their file."""
-    weights = _weights(asked.asking, place)
-    capped = caps.of(place) == asked.machine.size(place)
-    return capped or place is Medium.GPU or asked.need(place) - weights > asked.machine.size(place)
+    there = asked.machine.size(place)
+    capped = caps.of(place) == there or place is Medium.GPU
+    return capped or asked.need(place) - _weights(asked.asking, place) > there
 
 
 def check_prefill(
@@ -164,17 +163,12 @@ def kv_of(manifest: Manifest) -> str:
 
 
 def size(amount: float) -> str:
-    """Bytes in binary units, as sizes are given."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{three_digits(amount)} {unit}"
-        amount /= 1024
-    return f"{three_digits(amount)} TiB"
-
-
-def three_digits(number: float) -> str:
-    """The first three digits, or all before the point: never an exponent."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    """Bytes in binary units, as sizes are given: three digits, or all before the point."""
+    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while amount >= 1024 and unit != "TiB":
+        amount, unit = amount / 1024, next(units)
+    return f"{amount:,.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
 
 
 _SPELLED = {
@@ -220,12 +214,10 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
 
 
 def _weights(parts: tuple[Part, ...], place: Medium) -> int:
-    """Bytes of the model's weights that lie there."""
     return sum(part.bytes for part in parts if part.place is place and part.name.startswith("weights"))
 
 
 def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
-    """The options by which it would fit; None where there are none."""
     given = nearest_prefill(asked) if parts is asked.prefilling else nearest(asked, kinds=(asked.request.kv,))
     return None if given is None else f"what fits is {described(changes(asked.request, given.request))}"
 

@@ -43,7 +43,6 @@ class Machine:
     held: int
 
     def size(self, place: Medium) -> int:
-        """Bytes there."""
         return {Medium.GPU: self.gpu or 0, Medium.RAM: self.ram, Medium.DISK: self.disk}[place]
 
 
@@ -180,8 +179,7 @@ def chosen_chunk(source: Outline, request: Workload, machine: Machine) -> int:
     if machine.gpu is None:
         return sizes.CPU_CHUNK
     run = in_dtype(source, request.weights)
-    room = card_room(run, request, machine.gpu)
-    return sizes.largest_chunk(run, room, request.tokens, request.kv)
+    return sizes.largest_chunk(run, card_room(run, request, machine.gpu), request.tokens, request.kv)
 
 
 def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part, ...]:

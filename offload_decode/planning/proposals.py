@@ -29,13 +29,12 @@ def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> 
     """
     source, machine = asked.source, asked.machine
     there = kinds is not KV  # and a store that is there is asked in its own dtype
-    requests = (
-        one
-        for one in _alternatives(asked.request, source)
-        if one.kv in kinds and not (there and one.weights == "fp16")
-    )
-    plans = (plan(source, request, machine) for request in requests)
-    return next((one for one in plans if one.fits and not (in_memory and one.from_disk)), None)
+    for request in _alternatives(asked.request, source):
+        if request.kv in kinds and not (there and request.weights == "fp16"):
+            one = plan(source, request, machine)
+            if one.fits and not (in_memory and one.from_disk):
+                return one
+    return None
 
 
 def most_tokens(asked: Plan) -> Plan | None:
@@ -62,10 +61,11 @@ def least_machine(asked: Plan) -> dict[Medium, int]:
 
 def prefill_chunk(asked: Plan) -> int | None:
     """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
-    for chunk in halves(asked.request.chunk):
-        if plan(asked.source, _in_chunks(asked.request, chunk), asked.machine).prefill_fits:
-            return chunk
-    return None
+    plans = (
+        plan(asked.source, replace(asked.request, chunk=chunk, chunk_chosen=False), asked.machine)
+        for chunk in halves(asked.request.chunk)
+    )
+    return next((one.request.chunk for one in plans if one.prefill_fits), None)
 
 
 def halves(tokens: int) -> Iterator[int]:
@@ -86,11 +86,12 @@ def nearest_prefill(asked: Plan) -> Plan | None:
         first = request.chunk_chosen and not asked.prefill_fits
         ways.insert(0 if first else 1, replace(request, streamed=True))
     ways += [replace(request, weights=one, streamed=False) for one in rungs[1:] if one != "fp16"]
-    for way in ways:
-        own = plan(source, way, machine)
-        if chunk := prefill_chunk(own):
-            same = chunk == own.request.chunk
-            return own if same else plan(source, _in_chunks(own.request, chunk), machine)
+    for own in (plan(source, way, machine) for way in ways):
+        chunk = prefill_chunk(own)
+        if chunk == own.request.chunk:
+            return own
+        if chunk is not None:
+            return plan(source, replace(own.request, chunk=chunk, chunk_chosen=False), machine)
     return None
 
 
@@ -125,10 +126,6 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
         yield replace(asked, **chosen)
 
 
-def _in_chunks(request: Workload, chunk: int) -> Workload:
-    return replace(request, chunk=chunk, chunk_chosen=False)
-
-
 def _rungs(weights: str, outline: Outline) -> list[str]:
     """These weights, and those in fewer bits where the model's can be quantised."""
     if outline.format not in ("", GGUF):
@@ -137,11 +134,9 @@ def _rungs(weights: str, outline: Outline) -> list[str]:
 
 
 def _from(asked: T, ladder: Sequence[T]) -> list[T]:
-    """The rungs from the one asked for on, without repetition."""
     return list(dict.fromkeys(ladder[ladder.index(asked) :] if asked in ladder else [asked, *ladder]))
 
 
 def _thriftiest(asked: Plan) -> Plan:
-    """So many tokens in the fewest bits."""
     *_, last = _alternatives(asked.request, asked.source)
     return plan(asked.source, last, asked.machine)

@@ -34,7 +34,6 @@ _ZARR_JSON, _SUM_LINE = 700, 110  # bytes of an array's metadata, and of a file'
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a number."""
     return numpy_dtype(dtype).itemsize
 
 
@@ -139,10 +138,11 @@ def index_costs(
 def least_index() -> str:
     """The built-in kind that takes least beside the store."""
 
-    costs = {
-        kind: registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1) for kind in registry.BUILT_IN
-    }
-    return min(costs, key=lambda kind: costs[kind].memory + costs[kind].file)
+    def size(kind: str) -> int:
+        costs = registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1)
+        return costs.memory + costs.file
+
+    return min(registry.BUILT_IN, key=size)
 
 
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
@@ -155,7 +155,6 @@ def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
 
 
 def _row_numbers(layer: LayerShape) -> int:
-    """Numbers that a layer keeps of a token."""
     return layer.kv_heads * (layer.key_dim if layer.latent else layer.key_dim + layer.value_dim)
 
 
@@ -295,10 +294,9 @@ class Workload:
             return dict.fromkeys(shape.full_layers)
         own = "first:2" if self.selector == "quest" else ""
         budget = Budget(self.budget, dense_layers=own if self.dense_layers is None else self.dense_layers)
-        layers = budget.per_layer(self.tokens, shape.full_layers, shape.kv_heads).items()
-        return {
-            layer: None if own is None or own.largest >= self.tokens else own.largest for layer, own in layers
-        }
+        found = budget.per_layer(self.tokens, shape.full_layers, shape.kv_heads)
+        counts = {layer: self.tokens if own is None else own.largest for layer, own in found.items()}
+        return {layer: count if count < self.tokens else None for layer, count in counts.items()}
 
     def largest(self, shape: ModelShape) -> int:
         """The most tokens that a query chooses; 0 where all layers are dense."""
