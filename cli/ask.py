@@ -221,9 +221,7 @@ def describe(cost: StepStats, engine: Engine) -> str:
 def _ask_collection(
     asked: AskedCollection, question: _Question, options: AskOptions, cluster: Cluster | None
 ) -> None:
-    """Ask one document after another, or those on the machines of a `cluster` in any order; one that fails
-    does not stop the others.
-    """
+    """Ask each document, on a `cluster` in any order; one that fails does not stop the others."""
     if cluster is not None and (question.wanted.temperature > 0 or question.stats):
         other = "--stats" if question.stats else "--temperature"
         raise ConfigError(f"--workers and {other} do not go together for a collection: leave one of them out")

@@ -281,10 +281,7 @@ class _Chat:
 
 
 def _answered(engine: Engine, tokens: list[int]) -> None:
-    """Run an answer's tokens as they were generated; the last one goes into the next question's pass.
-
-    One by one if the selector keeps state across passes; else in one pass.
-    """
+    """Run an answer's tokens as they were generated; the last one goes into the next question's pass."""
     earlier, last = tokens[:-1], tokens[-1:]
     for run in [[token] for token in earlier] if engine.selector.remembers else [earlier]:
         if run:

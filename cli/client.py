@@ -181,10 +181,7 @@ class Server:
         self._client.close()
 
     def served(self, store: str) -> Served:
-        """Find a store at the server: by STORE as it was given, or its folder's name with or without `.kv`.
-
-        Raises `ConfigError` with the names that the server has, or `ServerError`.
-        """
+        """Find a store by STORE, or by its folder's name. Raises `ConfigError` with the names there are."""
         with self._failures():
             page = self._client.models.list(extra_headers=self._headers)
             known: dict[str, Served] = {}

@@ -26,9 +26,7 @@ CACHE = "20GiB"
 
 @dataclass(frozen=True)
 class DocumentChoice:
-    """The options that choose documents of a collection; `cache`: the size of the local cache of one in a
-    bucket. Raises `ConfigError`.
-    """
+    """The options that choose documents of a collection. Raises `ConfigError`."""
 
     top: Annotated[
         int | None,
@@ -94,9 +92,7 @@ class AskedCollection:
         return self.collection.held(self.stores[store])
 
     def on_other_machines(self, stores: Iterable[str]) -> RemoteStores | None:
-        """What fetches these stores on other machines; None where those have the collection at the same path.
-        Raises `StoreDamaged` where one could not be opened.
-        """
+        """What fetches these stores on other machines; None where they have the same path."""
         from offload_decode.prefill_jobs.buckets.collections import RemoteCollection
 
         if isinstance(self.collection, RemoteCollection):
@@ -121,9 +117,7 @@ class AskedCollection:
         return {number_of(entry.store): entry for entry in self.entries}
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
-        """The questions for each store; those for which no document has a word go to `unmatched`. Raises
-        `ConfigError` for an unknown document.
-        """
+        """The questions for each store, or in `unmatched`. Raises `ConfigError` for an unknown document."""
         by_name = {entry.name: store for store, entry in self.stores.items()}
 
         def of(question: Question) -> Sequence[str]:
@@ -147,9 +141,7 @@ class AskedCollection:
 def open_collection(
     stores: Sequence[Path], address: ServerAddress | None, choice: DocumentChoice, watching: Watching
 ) -> Iterator[AskedCollection | None]:
-    """The collection among `stores`; None where they are stores. Raises `ConfigError` for both at once, and
-    for stores in buckets.
-    """
+    """The collection among `stores`; None where they are stores. Raises `ConfigError` for a mixture."""
     collections: list[Path] = []
     if address is None:
         from offload_decode.collections.collection import is_collection

@@ -69,10 +69,7 @@ def cluster_of(
     no_sync: bool = False,
     server: bool = False,
 ) -> Cluster | None:
-    """The Ray cluster of `--workers`, with the memory limits of each worker; None without that option.
-
-    Raises `ConfigError` for --worker-count without it, and for options that do not go with it.
-    """
+    """The Ray cluster of `--workers`, or None. Raises `ConfigError` for options that do not go together."""
     if workers is None:
         if count:
             raise ConfigError("--worker-count needs --workers: give --workers ray too, or leave it out")
@@ -101,9 +98,7 @@ def open_engine(store: Path, options: AskOptions) -> Engine:
 
 
 def check_options(options: AskOptions, local: bool = True) -> None:
-    """Refuse wrong options before a model is loaded; where this process answers (`local`), the limits hold
-    from here on.
-    """
+    """Refuse wrong options before a model is loaded, and apply the limits where this process answers."""
     from offload_decode.planning.caps import apply_caps
     from offload_decode.selectors.registry import get
 

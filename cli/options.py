@@ -95,9 +95,7 @@ _SHOWN = 40
 
 
 def token_count(text: str) -> int:
-    """A count such as `2048`, `32K` (32,768) or `1M`; raises `ConfigError` for anything else, for 0 and for
-    more than there can be.
-    """
+    """A count such as `2048`, `32K` (32,768) or `1M`. Raises `ConfigError` for anything else."""
     found = re.fullmatch(r"(\d{1,15})([KM]?)", text.strip().upper())
     count = 0 if found is None else int(found[1]) * _UNITS[found[2]]
     if not 0 < count <= _MOST_TOKENS:

@@ -50,10 +50,7 @@ def answer_json(value: object) -> None:
 
 
 def json_line(value: object) -> str:
-    """JSON in one line, its control characters spelled out as JSON spells them.
-
-    Paths become strings, and numbers that are not finite become null.
-    """
+    """JSON in one line, safe on a terminal: paths become strings, and numbers that are not finite null."""
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str)
     return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 

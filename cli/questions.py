@@ -83,9 +83,7 @@ def assign(
 
 
 def check_out(path: Path) -> None:
-    """Raise `ConfigError` unless answers can be appended to `path`: a regular file, or a new one in an
-    existing folder. Earlier answers are read first, and a pipe would block.
-    """
+    """`ConfigError` unless `path` is, or can be, a regular file: earlier answers are read from it first."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -91,10 +91,7 @@ class Header:
 
 
 class Collection:
-    """A collection that is read: opening it reads the list, and no store.
-
-    entries: its documents in the order of their names. name: what users call it.
-    """
+    """A collection that is read; opening it opens no store. `name`: what users call it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -121,9 +118,7 @@ def is_collection(path: Path) -> bool:
 
 
 def store_name(name: str, sha256: str) -> str:
-    """Where the store of a document lies below its collection. The name is in it too: a store says what its
-    document is called.
-    """
+    """Where a document's store lies; of its name too, because a store says what its document is called."""
     digest = hashlib.sha256(f"{sha256} {name}".encode()).hexdigest()[:32]
     return f"{STORES}/{digest[:2]}/{digest}.kv"
 
@@ -169,9 +164,7 @@ class Changing:
         return path
 
     def sweep(self, wanted: set[str]) -> None:
-        """Remove what stores, or what belongs to them, lies in the collection and is of none `wanted`, and
-        what a kill left of the making of one that is whole.
-        """
+        """Remove stores and their parts that are not `wanted`, and what a kill left beside whole ones."""
         for folder in sorted(self.path.glob(f"{STORES}/[0-9a-f][0-9a-f]")):
             for found in _names(_within(self.path, f"{STORES}/{folder.name}")):
                 own = _OF_A_STORE.fullmatch(found)

@@ -67,10 +67,7 @@ def read(path: Path) -> tuple[dict[str, Entry], int]:
 
 
 class Journal:
-    """The documents of a collection while they change; the caller holds the collection's lock.
-
-    entries: by name, as the file on the disk has them.
-    """
+    """The documents of a collection, by name, while they change; the caller holds the collection's lock."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -86,10 +86,7 @@ class Words:
 
 
 def ranked(path: Path, question: str) -> list[int]:
-    """The numbers of the documents at `path` that have a word of the question, the likeliest first.
-
-    Raises `StoreDamaged`.
-    """
+    """The numbers of the documents that have a word of the question, likeliest first. `StoreDamaged`."""
     words = re.findall(r"\w+", _spaced(question))[:_MOST_WORDS]
     wanted = " OR ".join(f'"{word}"' for word in dict.fromkeys(words))
     if not wanted:

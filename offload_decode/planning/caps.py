@@ -47,11 +47,7 @@ class Caps:
 
 
 def apply_caps(caps: Caps, device: str = "auto") -> None:
-    """Enforce the caps from here on: allocations beyond them fail.
-
-    Of a GPU's memory, torch may use what CUDA itself leaves of the cap. Raises `ConfigError` for a cap that
-    cannot be kept.
-    """
+    """Allocations beyond the caps fail from here on. Raises `ConfigError` for a cap that cannot be kept."""
     if caps.gpu_memory is not None:
         import torch
 
@@ -187,9 +183,7 @@ def described(settings: Mapping[str, object]) -> str:
 
 
 def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list[str]:
-    """Beyond a cap is refused, and a model that is larger than the machine. What else there is may be less
-    than was counted, and is left to be tried.
-    """
+    """Refuse what is beyond a cap, and a model larger than the machine; of anything else make a note."""
     notes = []
     for place, missing in asked.lacking(parts).items():
         need, there, cap = asked.need(place, parts), asked.machine.size(place), caps.of(place)

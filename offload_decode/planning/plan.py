@@ -33,9 +33,7 @@ class Medium(StrEnum):
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes that a plan may use; `gpu` is None where all is computed on the CPU. `held`: what this process
-    holds before it loads a model.
-    """
+    """Bytes that a plan may use; `gpu`: None on a CPU; `held`: by this process before it loads a model."""
 
     gpu: int | None
     ram: int

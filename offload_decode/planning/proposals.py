@@ -38,9 +38,7 @@ def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> 
 
 
 def most_tokens(asked: Plan) -> Plan | None:
-    """Where no settings fit: the plan for the most tokens that do, in the fewest bits; None where not even
-    the weights do.
-    """
+    """The plan for the most tokens that fit, in the fewest bits; None where not even the weights do."""
     thrifty = _thriftiest(asked)
 
     def at(tokens: int) -> Plan:

@@ -38,9 +38,7 @@ def itemsize(dtype: str) -> int:
 
 
 def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
-    """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype. A
-    checkpoint in few bits is as its format runs there.
-    """
+    """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype."""
     if outline.runs_packed(on_gpu):
         return outline.packed
     item = itemsize(outline.dtype)
@@ -53,9 +51,7 @@ def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
 
 
 def streamed_bytes(outline: Outline) -> int:
-    """On a card, where weights are streamed (`models.streamed`): room for those of two layers, and what is in
-    no layer, but for an output layer of its own.
-    """
+    """On a card with streamed weights: two layers, and what is in none but an output layer of its own."""
     stays = outline.parameters - outline.layered - outline.output
     return (stays + 2 * outline.layer) * itemsize(outline.dtype)
 
@@ -159,9 +155,7 @@ def _row_numbers(layer: LayerShape) -> int:
 
 
 def states_bytes(shape: ModelShape, sequences: int) -> int:
-    """The recurrent states behind the stored tokens, and of each sequence those that go on, those of the pass
-    before and those that a turn began with.
-    """
+    """Recurrent states: the stored ones, and three of each sequence (now, before the pass, at the turn)."""
     one = sum(prod(own.shape) * itemsize(own.dtype) for layer in shape.layers for own in layer.states)
     return (1 + 3 * sequences) * one
 
@@ -190,9 +184,7 @@ CARD_CHUNKS = tuple(CPU_CHUNK << more for more in range(6, -1, -1))
 
 
 def largest_chunk(outline: Outline, room: int, tokens: int, kv: str = "auto") -> int:
-    """The tokens of a forward chunk for `room` bytes of a card beside the weights: 32,768, or the largest of
-    its halves that fits; the smallest, 512, where none does.
-    """
+    """The largest of `CARD_CHUNKS` that `room` bytes of a card hold beside the weights; else the smallest."""
     fitting = (c for c in CARD_CHUNKS if prefill_bytes(outline, c, tokens, True, kv) <= room)
     return next(fitting, CARD_CHUNKS[-1])
 

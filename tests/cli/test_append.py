@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def news(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_document_more(copy: Callable[[str], Path], news: Path) -> None:
+def test_a_document_more(copy, news):
     store = copy("s.kv")
     assert run("index", store, "--k", "10").code == 0
     ran = run("append", store, news)
@@ -43,7 +42,7 @@ def test_a_document_more(copy: Callable[[str], Path], news: Path) -> None:
     ]
 
 
-def test_as_json_from_standard_input_and_in_silence(copy: Callable[[str], Path]) -> None:
+def test_as_json_from_standard_input_and_in_silence(copy):
     store = copy("s.kv")
     ran = run("append", store, "-", "--json", "-q", stdin="More text.")
     assert (ran.code, ran.err) == (0, "")
@@ -53,7 +52,7 @@ def test_as_json_from_standard_input_and_in_silence(copy: Callable[[str], Path])
     assert report["store"] == str(store)
 
 
-def test_a_folder_with_rules(copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_with_rules(copy, tmp_path):
     store, folder = copy("s.kv"), tmp_path / "more"
     folder.mkdir()
     (folder / "corpus.txt").write_text(TEXT)
@@ -71,9 +70,7 @@ def test_a_folder_with_rules(copy: Callable[[str], Path], tmp_path: Path) -> Non
     assert "leave it out (--exclude)" in told
 
 
-def test_what_is_refused_in_a_sentence(
-    home: Path, copy: Callable[[str], Path], news: Path, tmp_path: Path
-) -> None:
+def test_what_is_refused_in_a_sentence(home, copy, news, tmp_path):
     store, empty, model = copy("s.kv"), tmp_path / "empty", tmp_path / "model"
     before = tree(store)
     empty.mkdir()
@@ -103,7 +100,7 @@ def test_what_is_refused_in_a_sentence(
     assert "is damaged: layers/000/keys/c.0.0.0 (changed)" in refused(1, "append", store, news)
 
 
-def test_a_prefill_that_has_not_finished(home: Path, tmp_path: Path, news: Path) -> None:
+def test_a_prefill_that_has_not_finished(home, tmp_path, news):
     partial = tmp_path / "s.kv.partial"
     partial.mkdir()
     (partial / "lock").touch()

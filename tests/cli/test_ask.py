@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import refused, run
 
 
-def test_the_answer_says_where_it_was_attended_to(store: Path) -> None:
+def test_the_answer_says_where_it_was_attended_to(store):
     ran = run("ask", store, "What is the colour of thing 3?", "--json", "--attend", "host", "--device", "cpu")
     told = json.loads(ran.out)
     assert told["placement"] == {"attend": "host", "measured": []}
@@ -29,13 +28,13 @@ def test_the_answer_says_where_it_was_attended_to(store: Path) -> None:
         (("--attend", "gpu"), "choose one of: auto, host, device, pinned"),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused(store: Path, options: tuple[str, str], told: str) -> None:
+def test_a_placement_that_cannot_be_is_refused(store, options, told):
     assert told in refused(2, "ask", store, "q", "--device", "cpu", *options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attend", ["host", "device", "pinned", "auto"])
-def test_every_placement_gives_the_same_answer_on_a_card(store: Path, attend: str) -> None:
+def test_every_placement_gives_the_same_answer_on_a_card(store, attend):
     question = ("ask", store, "What is the colour of thing 3?", "--json", "--max-new-tokens", "4")
     expected = json.loads(run(*question, "--device", "cpu").out)["answer"]
     cache = () if attend in ("host", "pinned") else ("--device-cache", "1MiB")
@@ -50,7 +49,7 @@ def test_every_placement_gives_the_same_answer_on_a_card(store: Path, attend: st
 ASK = ("What is the colour of thing 3?", "--max-new-tokens", "4", "-o", "budget=5")
 
 
-def test_a_sampled_tail_states_its_error(store: Path) -> None:
+def test_a_sampled_tail_states_its_error(store):
     assert run("ask", store, *ASK, "-o", "tail=clusters").err == "", "which has none to state"
     ran = run("ask", store, *ASK, "-o", "tail=sample:32")
     assert (ran.code, ran.err.count("\n")) == (0, 1)
@@ -62,7 +61,7 @@ def test_a_sampled_tail_states_its_error(store: Path) -> None:
     assert f"{told['stats']['tail_error']:.2%}" in ran.err  # the draws are the same
 
 
-def test_a_wrong_estimate_is_refused(store: Path) -> None:
+def test_a_wrong_estimate_is_refused(store):
     assert "off, clusters or sample" in refused(2, "ask", store, *ASK, "-o", "tail=mean")
     for size in ("70000", "1" + 30 * "0"):
         assert "from 2 to 65536" in refused(2, "ask", store, *ASK, "-o", f"tail=sample:{size}")

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,7 +69,7 @@ def use(ray: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
     return ray
 
 
-def test_two_workers_answer_as_one_process(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_answer_as_one_process(store, monkeypatch):
     ray, engine = use(Here(), monkeypatch), Engine.open(store, config=CONFIG)
     with scattered(engine, Cluster("ray", 2, Caps()), CONFIG) as apart:
         given = apart.answer("Why?", 6)
@@ -82,7 +81,7 @@ def test_two_workers_answer_as_one_process(store: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_a_worker_in_place_of_a_lost_one_opens_its_part(store: Path) -> None:
+def test_a_worker_in_place_of_a_lost_one_opens_its_part(store):
     opened = KVStore.open(store)
     own = opened.manifest
     setup = AttendSetup(str(store), opened.store_digest, 0, own.page_size, CONFIG, Caps())
@@ -91,7 +90,7 @@ def test_a_worker_in_place_of_a_lost_one_opens_its_part(store: Path) -> None:
     assert np.allclose(found[1], np.log(own.page_size)), "every token counts alike for a query of zeros"
 
 
-def test_a_worker_that_finds_another_store_says_so(store: Path, tmp_path: Path) -> None:
+def test_a_worker_that_finds_another_store_says_so(store, tmp_path):
     setup = AttendSetup(str(store), "another", 0, 16, CONFIG, Caps())
     with pytest.raises(StoreMismatch):
         Attender(setup).open()
@@ -99,7 +98,7 @@ def test_a_worker_that_finds_another_store_says_so(store: Path, tmp_path: Path) 
         Attender(replace(setup, store=str(tmp_path / "none.kv"))).open()
 
 
-def test_errors_and_losses_of_workers_are_sentences(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_losses_of_workers_are_sentences(store, monkeypatch):
     engine = Engine.open(store, config=CONFIG)
     use(Here(LostError("gone for good\nmore")), monkeypatch)
     with (
@@ -114,14 +113,12 @@ def test_errors_and_losses_of_workers_are_sentences(store: Path, monkeypatch: py
             apart.answer("Why?", 2)
 
 
-def test_citations_of_several_workers_are_refused(store: Path) -> None:
+def test_citations_of_several_workers_are_refused(store):
     assert "--workers and --cite" in refused(2, "ask", store, "Why?", "--workers", "ray", "--cite")
 
 
 @pytest.mark.slow
-def test_two_workers_of_a_real_cluster_one_of_which_is_killed(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_workers_of_a_real_cluster_one_of_which_is_killed(store, monkeypatch):
     if importlib.util.find_spec("ray") is None:  # imported before the command, it would write to stdout
         pytest.skip("Ray is not installed")
     killed: list[int] = []

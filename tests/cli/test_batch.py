@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def questions(tmp_path: Path) -> Path:
     return _write(tmp_path / "questions.jsonl", QUESTIONS)
 
 
-def test_answers_cite_where_that_is_asked(store: Path, questions: Path, tmp_path: Path) -> None:
+def test_answers_cite_where_that_is_asked(store, questions, tmp_path):
     out = tmp_path / "out.jsonl"
     assert _batch(questions, out, store, options=("--cite",)).code == 0
     engine = Engine.open(store)
@@ -62,9 +61,7 @@ def test_answers_cite_where_that_is_asked(store: Path, questions: Path, tmp_path
     assert "choose another --out" in refused(2, *command)
 
 
-def test_every_store_answers_every_question(
-    store: Path, copy: Callable[[str], Path], questions: Path, tmp_path: Path
-) -> None:
+def test_every_store_answers_every_question(store, copy, questions, tmp_path):
     stores = [store, copy("b.kv")]
     ran = _batch(questions, tmp_path / "out.jsonl", *stores, options=("--batch-size", "2"))
     assert (ran.code, ran.out) == (0, "")
@@ -78,9 +75,7 @@ def test_every_store_answers_every_question(
         assert line == {"id": None, **asked, **told, **settings}
 
 
-def test_a_model_is_loaded_once_for_the_stores_that_share_it(
-    store: Path, copy: Callable[[str], Path], questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_loaded_once_for_the_stores_that_share_it(store, copy, questions, tmp_path, monkeypatch):
     loaded: list[str] = []
     load = loading.load
     monkeypatch.setattr(loading, "load", lambda *args: loaded.append(args[0]) or load(*args))
@@ -88,9 +83,7 @@ def test_a_model_is_loaded_once_for_the_stores_that_share_it(
     assert len(loaded) == 1
 
 
-def test_a_question_may_name_its_store_by_path_or_by_name(
-    store: Path, copy: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_question_may_name_its_store_by_path_or_by_name(store, copy, tmp_path):
     other = copy("b.kv")
     lines = [{"question": "one", "store": "b.kv"}, {"question": "two", "store": str(store)}]
     assert _batch(_write(tmp_path / "q", lines), tmp_path / "out", store, other).code == 0
@@ -98,7 +91,7 @@ def test_a_question_may_name_its_store_by_path_or_by_name(
     assert answered == [(str(store), "two"), (str(other), "one")]
 
 
-def test_what_is_answered_is_not_asked_again(store: Path, questions: Path, tmp_path: Path) -> None:
+def test_what_is_answered_is_not_asked_again(store, questions, tmp_path):
     out = tmp_path / "out.jsonl"
     _batch(questions, out, store)
     whole = out.read_bytes()
@@ -108,7 +101,7 @@ def test_what_is_answered_is_not_asked_again(store: Path, questions: Path, tmp_p
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
-def test_a_torn_last_line_is_answered_again(store: Path, questions: Path, tmp_path: Path, cut: int) -> None:
+def test_a_torn_last_line_is_answered_again(store, questions, tmp_path, cut):
     out = tmp_path / "out.jsonl"
     _batch(questions, out, store)
     whole = out.read_bytes()
@@ -117,9 +110,7 @@ def test_a_torn_last_line_is_answered_again(store: Path, questions: Path, tmp_pa
     assert out.read_bytes() == whole
 
 
-def test_a_store_that_fails_does_not_stop_the_others(
-    store: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_fails_does_not_stop_the_others(store, questions, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     ran = _batch(questions, out, tmp_path / "missing.kv", store)
     assert ran.code == 1
@@ -153,7 +144,7 @@ def test_a_store_that_fails_does_not_stop_the_others(
         ('{"question": "q", "id": ' + "1" * 5_000 + "}", "line 2 of .* cannot be read"),
     ],
 )
-def test_a_bad_line_is_named_before_any_work(store: Path, tmp_path: Path, line: str, told: str) -> None:
+def test_a_bad_line_is_named_before_any_work(store, tmp_path, line, told):
     questions = _write(tmp_path / "q.jsonl", QUESTIONS[:1])
     questions.write_text(questions.read_text() + line + "\n")
     sentence = _refused(store, questions, tmp_path / "out")
@@ -161,9 +152,7 @@ def test_a_bad_line_is_named_before_any_work(store: Path, tmp_path: Path, line: 
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_not_what_they_should_be(
-    store: Path, home: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_files_that_are_not_what_they_should_be(store, home, questions, tmp_path):
     out = tmp_path / "out"
     assert "cannot be read" in _refused(store, tmp_path / "missing", out)
     (tmp_path / "blank").write_text("\n\n")
@@ -179,7 +168,7 @@ def test_files_that_are_not_what_they_should_be(
     assert questions.read_bytes() == before
 
 
-def test_answers_without_end_are_not_read_whole(tmp_path: Path) -> None:
+def test_answers_without_end_are_not_read_whole(tmp_path):
     out = tmp_path / "out"
     out.write_bytes(b'{"id": 1')
     os.truncate(out, 1 << 34)
@@ -189,19 +178,19 @@ def test_answers_without_end_are_not_read_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["pipe", "/dev/zero", "folder"])
-def test_questions_come_from_a_plain_file_alone(store: Path, tmp_path: Path, odd: str) -> None:
+def test_questions_come_from_a_plain_file_alone(store, tmp_path, odd):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     told = _refused(store, tmp_path / odd, tmp_path / "out.jsonl")
     assert "cannot be read" in told
 
 
-def test_a_question_without_an_end_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_without_an_end_is_refused(store, monkeypatch):
     monkeypatch.setattr(decoding, "LARGEST", 1 << 20)
     assert "ask a shorter one" in refused(2, "ask", store, "-", stdin="why? " * (1 << 18))
 
 
-def test_answers_of_other_settings_are_not_mixed(store: Path, questions: Path, tmp_path: Path) -> None:
+def test_answers_of_other_settings_are_not_mixed(store, questions, tmp_path):
     out = tmp_path / "out.jsonl"
     assert _batch(questions, out, store).code == 0
     before = out.read_bytes()
@@ -214,7 +203,7 @@ def test_answers_of_other_settings_are_not_mixed(store: Path, questions: Path, t
     assert out.read_bytes() == before
 
 
-def test_half_a_surrogate_pair_is_asked_and_answered_once(store: Path, tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_is_asked_and_answered_once(store, tmp_path):
     questions, out = tmp_path / "q", tmp_path / "out"
     questions.write_text(r'{"question": "\ud800 x", "id": "\udc00", "note": "\ud800"}' + "\n")
     assert _batch(questions, out, store).code == 0
@@ -223,9 +212,7 @@ def test_half_a_surrogate_pair_is_asked_and_answered_once(store: Path, tmp_path:
     assert "0 answers, 1 there already" in _batch(questions, out, store).err
 
 
-def test_options_are_checked_before_any_work(
-    store: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_checked_before_any_work(store, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("the model was loaded"))
     args = ["batch", store, "--questions", questions, "--out", tmp_path / "out"]
     assert "unknown selector" in refused(2, *args, "-s", "nonsense")
@@ -238,16 +225,14 @@ def test_options_are_checked_before_any_work(
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
-def test_what_json_has_no_number_for_is_neither_read_nor_written(
-    store: Path, tmp_path: Path, number: str
-) -> None:
+def test_what_json_has_no_number_for_is_neither_read_nor_written(store, tmp_path, number):
     (tmp_path / "q").write_text(f'{{"question": "one", "weight": {number}}}\n')
     told = _refused(store, tmp_path / "q", tmp_path / "out")
     assert "line 1 of" in told
     assert not (tmp_path / "out").exists()
 
 
-def test_answers_never_hold_what_json_has_no_number_for(tmp_path: Path) -> None:
+def test_answers_never_hold_what_json_has_no_number_for(tmp_path):
     append_answers(tmp_path / "out", [{"id": float("nan"), "text": "\x9b\u202e\ud800"}])
     line = (tmp_path / "out").read_text()
     assert json.loads(line) == {"id": None, "text": "\x9b\u202e\ud800"}

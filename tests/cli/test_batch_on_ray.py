@@ -32,7 +32,7 @@ def asker(*stores: Path, **config: Any) -> Asker:
     return Asker(AskSetup(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False))
 
 
-def test_a_worker_answers_as_this_process_does(store: Path) -> None:
+def test_a_worker_answers_as_this_process_does(store):
     worker, texts = asker(store), tuple(str(question["question"]) for question in QUESTIONS[:3])
     assert worker.load().stores == {str(store)}
     given = worker.do(QuestionBatch(str(store), texts)).result
@@ -40,7 +40,7 @@ def test_a_worker_answers_as_this_process_does(store: Path) -> None:
     assert [one.text for one in given] == [one.text for one in expected]
 
 
-def test_a_replacement_worker_loads_its_stores(store: Path) -> None:
+def test_a_replacement_worker_loads_its_stores(store):
     worker, here = asker(store), QuestionBatch(str(store), ("Why?",))
     moved = worker.do(here)
     assert moved.stores == {str(store)}, "it may be on another machine"
@@ -49,14 +49,12 @@ def test_a_replacement_worker_loads_its_stores(store: Path) -> None:
     assert (again.stores, isinstance(again.result, list)) == (None, True)
 
 
-def test_a_replacement_worker_returns_parts_of_other_machines(tmp_path: Path) -> None:
+def test_a_replacement_worker_returns_parts_of_other_machines(tmp_path):
     none = tmp_path / "none.kv"
     assert asker(none).do(QuestionBatch(str(none), ("Why?",))) == Reply(None, frozenset())
 
 
-def test_a_worker_keeps_one_model_and_the_last_stores(
-    store: Path, copy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_keeps_one_model_and_the_last_stores(store, copy, monkeypatch):
     monkeypatch.setattr(asking, "OPEN", 2)
     paths = [store, copy("b.kv"), copy("c.kv")]
     worker = asker(*paths)
@@ -67,7 +65,7 @@ def test_a_worker_keeps_one_model_and_the_last_stores(
     assert len({id(engine.loaded) for engine, _ in worker.opened.values()}) == 1
 
 
-def test_errors_of_a_store_are_returned(store: Path, tmp_path: Path) -> None:
+def test_errors_of_a_store_are_returned(store, tmp_path):
     worker = asker(store, tmp_path / "none.kv")
     assert worker.load().stores == {str(store)}
     assert isinstance(worker.do(QuestionBatch(str(tmp_path / "none.kv"), ("Why?",))).result, StoreNotFound)
@@ -99,8 +97,8 @@ def sorted_lines(path: Path) -> list[str]:
 
 
 def test_a_batch_writes_answers_in_order_of_arrival_and_names_failures(
-    store: Path, copy: Any, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, copy, questions, tmp_path, monkeypatch
+):
     """Answers come from the last part to the first; one part fails, and is asked again by the next run."""
     other, failing = copy("other.kv"), [True]
 
@@ -134,9 +132,7 @@ def test_a_batch_writes_answers_in_order_of_arrival_and_names_failures(
         (["--workers", "dask"], "--workers is ray or ray://HOST:PORT"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
-    store: Path, questions: Path, tmp_path: Path, options: list[str], told: str
-) -> None:
+def test_options_that_do_not_go_together_are_refused(store, questions, tmp_path, options, told):
     files = ("--questions", questions, "--out", tmp_path / "out.jsonl")
     assert told in refused(2, "batch", store, *files, *options)
     assert told in refused(2, "ask", store, "Why?", *options)
@@ -147,9 +143,7 @@ KILLS = 2 + STORES // 2
 
 
 @pytest.mark.slow
-def test_workers_killed_at_random_and_a_machine_that_goes(
-    store: Path, copy: Any, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_killed_at_random_and_a_machine_that_goes(store, copy, questions, tmp_path, monkeypatch):
     """On three machines: a worker is killed with SIGKILL every few seconds, whatever it does, and after the
     first answers a machine goes for good.
     """

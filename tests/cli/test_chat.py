@@ -8,7 +8,7 @@ import pty
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,13 @@ def answers(store: Path) -> list[str]:
     return ["".join(engine.stream(question, 5)).strip() for question in TURNS]
 
 
-def test_it_remembers_until_it_is_reset(store: Path) -> None:
+def test_it_remembers_until_it_is_reset(store):
     one, two, _ = answers(store)
     ran = talk(store, "one", "", "two", "/reset", "one", "/exit", "never")
     assert (ran.code, ran.out, ran.err) == (0, f"{one}\n{two}\n{one}\n", "")
 
 
-def test_it_goes_on_after_a_line_that_is_not_utf8(store: Path) -> None:
+def test_it_goes_on_after_a_line_that_is_not_utf8(store):
     args = ["chat", store, "--max-new-tokens", "2"]
     ran = run(*args, stdin=b"caf\xe9\n/reset\nafter\n")
     assert (ran.code, ran.err) == (0, "")
@@ -45,12 +45,12 @@ def test_it_goes_on_after_a_line_that_is_not_utf8(store: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["", "/quit", "/exit"])
-def test_it_ends_with_its_input_or_when_told(store: Path, last: str) -> None:
+def test_it_ends_with_its_input_or_when_told(store, last):
     ran = talk(store, *[last] * bool(last))
     assert (ran.code, ran.out, ran.err) == (0, "", "")
 
 
-def test_what_is_no_command_is_refused_and_never_asked(store: Path) -> None:
+def test_what_is_no_command_is_refused_and_never_asked(store):
     ran = talk(store, "/foo", "/foo bar", "/", "/Quit", "/reset now", "/save", "/load ", "/quit")
     assert (ran.code, ran.out) == (0, "")
     told = ran.err.splitlines()
@@ -62,7 +62,7 @@ def test_what_is_no_command_is_refused_and_never_asked(store: Path) -> None:
     assert told[5:] == ["/save needs a file: /save FILE", "/load needs a file: /load FILE"]
 
 
-def test_help_names_every_command(store: Path) -> None:
+def test_help_names_every_command(store):
     ran = talk(store, "/help")
     assert (ran.code, ran.out, ran.err) == (0, "", f"{chat.HELP}\n")
     for command in ("/help", "/reset", "/save FILE", "/load FILE", "/quit"):
@@ -71,7 +71,7 @@ def test_help_names_every_command(store: Path) -> None:
 
 
 @pytest.mark.parametrize("selector", ["topk", "h2o"])
-def test_a_saved_conversation_goes_on_where_it_stopped(store: Path, tmp_path: Path, selector: str) -> None:
+def test_a_saved_conversation_goes_on_where_it_stopped(store, tmp_path, selector):
     file = tmp_path / "my talk.json"
     ways = ["chat", store, "--max-new-tokens", "5", "-s", selector, "-o", "budget=9"]
     told = run(*ways, stdin=f"one\ntwo\n/save {file}\nthree\n")
@@ -84,7 +84,7 @@ def test_a_saved_conversation_goes_on_where_it_stopped(store: Path, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "written beside and renamed"
 
 
-def test_the_file_is_for_people_too(store: Path, tmp_path: Path) -> None:
+def test_the_file_is_for_people_too(store, tmp_path):
     talk(store, "one", "two", f"/save {tmp_path / 'c'}")
     saved = json.loads((tmp_path / "c").read_text())
     assert [(turn["question"], turn["answer"]) for turn in saved["turns"]] == list(
@@ -92,13 +92,13 @@ def test_the_file_is_for_people_too(store: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_conversation_is_not_saved(store: Path, tmp_path: Path) -> None:
+def test_an_empty_conversation_is_not_saved(store, tmp_path):
     file = tmp_path / "c"
     assert "nothing to save yet" in refused(2, "chat", store, stdin=f"/save {file}\n")
     assert not file.exists()
 
 
-def test_only_a_conversation_is_overwritten(store: Path, tmp_path: Path) -> None:
+def test_only_a_conversation_is_overwritten(store, tmp_path):
     letter, file = tmp_path / "letter.txt", tmp_path / "c"
     letter.write_text("dear friend")
     ran = talk(store, "one", f"/save {letter}")
@@ -136,9 +136,7 @@ def saved(store: Path, tmp_path: Path) -> Path:
         (lambda c: c["turns"][0].pop("question"), "was changed"),
     ],
 )
-def test_a_changed_file_is_refused(
-    store: Path, saved: Path, change: Callable[[dict], object], told: str
-) -> None:
+def test_a_changed_file_is_refused(store, saved, change, told):
     content = json.loads(saved.read_text())
     change(content)
     saved.write_text(json.dumps(content))
@@ -146,14 +144,12 @@ def test_a_changed_file_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]", b"null", b"[" * 100_000, b"1" * 10_000])
-def test_what_is_no_conversation_is_refused(store: Path, tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_conversation_is_refused(store, tmp_path, content):
     (tmp_path / "c").write_bytes(content)
     assert "is not a conversation" in refused(2, "chat", store, stdin=f"/load {tmp_path / 'c'}\n")
 
 
-def test_no_file_hangs_it_or_fills_memory(
-    store: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_hangs_it_or_fills_memory(store, saved, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         assert "is not a file" in refused(2, "chat", store, stdin=f"/load {path}\n")
@@ -177,9 +173,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, talk: Transcript, *lines: str |
     chat._Chat(talk, at_terminal=True).run(stored=0)
 
 
-def test_ctrl_c_keeps_the_part_already_written(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_keeps_the_part_already_written(store, monkeypatch, capsys):
     talk = Transcript(Engine.open(store), 5, Sampler())
     generate = Engine.generate
 
@@ -202,9 +196,7 @@ def test_ctrl_c_keeps_the_part_already_written(
     assert capsys.readouterr().out.strip() == "".join(by_hand.stream("two", 5)).strip()
 
 
-def test_ctrl_c_before_the_answer_takes_the_question_back(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_before_the_answer_takes_the_question_back(store, monkeypatch, capsys):
     talk = Transcript(Engine.open(store), 5, Sampler())
 
     def stopped(self: Engine, question: str) -> None:
@@ -220,9 +212,7 @@ def test_ctrl_c_before_the_answer_takes_the_question_back(
     assert talk.engine.length == talk.engine.prefix.length
 
 
-def test_an_error_at_a_terminal_keeps_the_conversation(
-    store: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_at_a_terminal_keeps_the_conversation(store, saved, monkeypatch, capsys):
     talk = Transcript(Engine.open(store), 5, Sampler())
     at_terminal(monkeypatch, talk, "one", f"/load {saved.parent / 'no'}", "two")
     captured = capsys.readouterr()
@@ -232,7 +222,7 @@ def test_an_error_at_a_terminal_keeps_the_conversation(
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_a_real_terminal_stops_the_answer_and_not_the_session(store: Path, tmp_path: Path) -> None:
+def test_ctrl_c_at_a_real_terminal_stops_the_answer_and_not_the_session(store, tmp_path):
     control, terminal = pty.openpty()
     talking = subprocess.Popen(
         [*PROGRAM, "chat", str(store), "--max-new-tokens", "100000"],

@@ -47,7 +47,7 @@ def answers(collection: Path, question: str) -> dict[str, str]:
     return {entry.name: Engine.open(opened.store(entry)).answer(question, 4).text for entry in opened.entries}
 
 
-def test_it_is_renewed_by_the_same_command(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
+def test_it_is_renewed_by_the_same_command(home, texts, collection, tmp_path):
     folder, out = shutil.copytree(texts, tmp_path / "own"), shutil.copytree(collection, tmp_path / "out")
     (folder / "alpha.txt").unlink()
     (folder / "beta.txt").write_text("changed")
@@ -67,7 +67,7 @@ def test_it_is_renewed_by_the_same_command(home: Path, texts: Path, collection: 
     assert "2 kept; it holds 2 documents" in ran.err
 
 
-def test_every_document_is_asked_and_named(collection: Path, tmp_path: Path) -> None:
+def test_every_document_is_asked_and_named(collection, tmp_path):
     expected = answers(collection, "Which word?")
     ran = run("ask", collection, "Which word?", "--all", "--json", "--cite", "--max-new-tokens", "4")
     assert ran.code == 0, ran.err
@@ -81,13 +81,13 @@ def test_every_document_is_asked_and_named(collection: Path, tmp_path: Path) -> 
     assert "0 answers, 3 there already" in again.err
 
 
-def test_answers_are_printed_behind_the_names(collection: Path) -> None:
+def test_answers_are_printed_behind_the_names(collection):
     ran = run("ask", collection, "Which word?", "--all", "--max-new-tokens", "2")
     begun = [name for name in ("alpha.txt: ", "beta.txt: ", "gamma.txt: ") if name in ran.out]
     assert (ran.code, len(begun)) == (0, 3)
 
 
-def test_the_documents_that_share_most_words_are_asked(collection: Path, tmp_path: Path) -> None:
+def test_the_documents_that_share_most_words_are_asked(collection, tmp_path):
     question = "Is beta the word, or gamma?"
     for options, names in (
         (("--top", "2"), ["beta.txt", "gamma.txt"]),
@@ -111,7 +111,7 @@ def test_the_documents_that_share_most_words_are_asked(collection: Path, tmp_pat
     assert "leave one of them out" in refused(2, "ask", collection, question, "--all", "--top", "1")
 
 
-def test_a_question_may_name_its_document(collection: Path, tmp_path: Path) -> None:
+def test_a_question_may_name_its_document(collection, tmp_path):
     out = tmp_path / "out.jsonl"
     questions = [{"question": "Which?", "document": "beta.txt"}, {"question": "What?"}]
     assert batch(collection, out, questions, "--all").code == 0
@@ -125,7 +125,7 @@ def test_a_question_may_name_its_document(collection: Path, tmp_path: Path) -> N
     assert (ran.code, "asks the document delta.txt, which is not among" in ran.err) == (2, True)
 
 
-def test_conditions_leave_documents_out(home: Path, texts: Path, copied: Path, tmp_path: Path) -> None:
+def test_conditions_leave_documents_out(home, texts, copied, tmp_path):
     folder = Path(shutil.copytree(texts, tmp_path / "own"))
     metadata = folder / "said [1].jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 2024}\n')
@@ -142,7 +142,7 @@ def test_conditions_leave_documents_out(home: Path, texts: Path, copied: Path, t
     assert "line 2 of" in refused(2, *command)
 
 
-def test_a_document_that_fails_does_not_stop_the_others(copied: Path, tmp_path: Path) -> None:
+def test_a_document_that_fails_does_not_stop_the_others(copied, tmp_path):
     opened = Collection(copied)
     shutil.rmtree(opened.store(opened.entries[1]))
     ran = run("ask", copied, "Which word?", "--all", "--json", "--max-new-tokens", "2")
@@ -157,9 +157,7 @@ def test_a_document_that_fails_does_not_stop_the_others(copied: Path, tmp_path: 
     assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["alpha.txt", "gamma.txt"])
 
 
-def test_only_the_stores_that_are_asked_are_looked_at(
-    collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_stores_that_are_asked_are_looked_at(collection, tmp_path, monkeypatch):
     looked: list[str] = []
     store = Collection.store
     noted = lambda self, entry: (looked.append(entry.name), store(self, entry))[1]  # noqa: E731
@@ -169,7 +167,7 @@ def test_only_the_stores_that_are_asked_are_looked_at(
     assert looked == ["beta.txt"]
 
 
-def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
+def test_wrong_use_is_a_sentence(home, collection, store, tmp_path):
     assert "--where and --cache need a collection" in refused(2, "ask", store, "Which?", "--all")
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"question": "Which?"}\n')
@@ -180,7 +178,7 @@ def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_
     assert "is a collection, and no store" in refused(1, "append", collection, home / "corpus.txt")
 
 
-def test_a_question_that_names_a_document_finds_it(home: Path, tmp_path: Path) -> None:
+def test_a_question_that_names_a_document_finds_it(home, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in (3, 4, 5):
@@ -192,7 +190,7 @@ def test_a_question_that_names_a_document_finds_it(home: Path, tmp_path: Path) -
     assert answer["document"] == "note-0004.txt"
 
 
-def test_every_store_is_verified(collection: Path, copied: Path) -> None:
+def test_every_store_is_verified(collection, copied):
     ran = run("verify", collection)
     assert (ran.code, ran.out.strip()) == (0, f"{collection} is whole: 3 documents")
     broken = Collection(copied)
@@ -207,7 +205,7 @@ def test_every_store_is_verified(collection: Path, copied: Path) -> None:
     assert [one["document"] for one in told["problems"]] == ["beta.txt"]
 
 
-def test_it_is_inspected(home: Path, texts: Path, copied: Path, tmp_path: Path) -> None:
+def test_it_is_inspected(home, texts, copied, tmp_path):
     metadata = tmp_path / "said.jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 1, "by": "A"}\n')
     assert run("collect", texts, "--model", home / "model", "--out", copied, "--metadata", metadata).code == 0
@@ -227,7 +225,7 @@ def test_it_is_inspected(home: Path, texts: Path, copied: Path, tmp_path: Path) 
     assert "1 store: collect again" in shown
 
 
-def test_a_store_of_another_model_is_told(copied: Path) -> None:
+def test_a_store_of_another_model_is_told(copied):
     header = json.loads((copied / "collection.json").read_text())
     (copied / "collection.json").write_text(json.dumps(header | {"weights_hash": "2:" + "0" * 64}))
     ran = run("verify", copied, "--json")
@@ -237,7 +235,7 @@ def test_a_store_of_another_model_is_told(copied: Path) -> None:
     assert {one["problem"] for one in told} == {"it differs from the collection in weights_hash."}
 
 
-def test_a_list_that_was_cut_or_changed_is_told(copied: Path) -> None:
+def test_a_list_that_was_cut_or_changed_is_told(copied):
     lines = (copied / DOCUMENTS).read_bytes().splitlines(keepends=True)
     (copied / DOCUMENTS).write_bytes(b"".join(lines[:-1]))
     ran = run("verify", copied)

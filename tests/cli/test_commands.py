@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -25,7 +24,7 @@ STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that
 QUESTION = "what is the colour of thing 3?"
 
 
-def test_prefill_reports_what_it_made(home: Path, tmp_path: Path) -> None:
+def test_prefill_reports_what_it_made(home, tmp_path):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     shutil.copy(home / "corpus.txt", corpus)
@@ -39,7 +38,7 @@ def test_prefill_reports_what_it_made(home: Path, tmp_path: Path) -> None:
     assert ran.code == 0
 
 
-def test_prefill_reads_standard_input_and_can_be_silent(home: Path, tmp_path: Path) -> None:
+def test_prefill_reads_standard_input_and_can_be_silent(home, tmp_path):
     ran = run("prefill", "-", "--model", home / "model", "--out", tmp_path / "s", "-q", stdin=TEXT)
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     same = [path / "SHA256SUMS" for path in (tmp_path / "s", home / "store.kv")]
@@ -49,7 +48,7 @@ def test_prefill_reads_standard_input_and_can_be_silent(home: Path, tmp_path: Pa
     assert ours == theirs
 
 
-def test_ask_prints_the_engines_answer(store: Path) -> None:
+def test_ask_prints_the_engines_answer(store):
     expected = Engine.open(store).answer(QUESTION, 6)
     ran = run("ask", store, QUESTION, "--max-new-tokens", "6")
     assert (ran.code, ran.out.strip(), ran.err) == (0, expected.text, "")
@@ -57,7 +56,7 @@ def test_ask_prints_the_engines_answer(store: Path) -> None:
     assert from_stdin.out == ran.out
 
 
-def test_ask_as_json_names_everything_that_shaped_the_answer(store: Path) -> None:
+def test_ask_as_json_names_everything_that_shaped_the_answer(store):
     ran = run("ask", store, QUESTION, "--max-new-tokens", "6", "--json", "-o", "budget=10%", "-s", "topk")
     told = json.loads(ran.out)
     assert (told["question"], told["tokens"], told["finish"]) == (QUESTION, 6, "length")
@@ -69,7 +68,7 @@ def test_ask_as_json_names_everything_that_shaped_the_answer(store: Path) -> Non
     assert stats["bytes_moved"] > 0
 
 
-def test_ask_cites_what_the_answer_attended_to(store: Path) -> None:
+def test_ask_cites_what_the_answer_attended_to(store):
     asked = ("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7")
     (cited,) = json.loads(run(*asked, "--json", "--cite").out)["citations"]
     assert (cited["name"], cited["share"]) == ("corpus.txt", 1.0)
@@ -83,7 +82,7 @@ def test_ask_cites_what_the_answer_attended_to(store: Path) -> None:
     assert len(passages) == len(cited["spans"])
 
 
-def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store: Path) -> None:
+def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store):
     plain = run("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7")
     ran = run("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7", "--stats")
     assert ran.out == plain.out
@@ -93,13 +92,13 @@ def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store: Path) 
     }
 
 
-def test_the_speed_is_the_time_of_each_token() -> None:
+def test_the_speed_is_the_time_of_each_token():
     engine = SimpleNamespace(prefix=SimpleNamespace(length=10), selector=SimpleNamespace(report=dict))
     told = describe(StepStats(tokens=4, total_s=0.5), cast(Engine, engine))
     assert "speed     125.0 ms for each token run" in told
 
 
-def test_sampling_follows_its_seed(store: Path) -> None:
+def test_sampling_follows_its_seed(store):
     def asked(seed: str) -> str:
         return run("ask", store, QUESTION, "--temperature", "3", "--seed", seed, "--max-new-tokens", "12").out
 
@@ -107,7 +106,7 @@ def test_sampling_follows_its_seed(store: Path) -> None:
     assert asked("1") != asked("2")
 
 
-def test_inspect_accounts_for_every_byte_and_token(store: Path) -> None:
+def test_inspect_accounts_for_every_byte_and_token(store):
     told = json.loads(run("inspect", store, "--json").out)
     assert (
         told["bytes"]
@@ -124,7 +123,7 @@ def test_inspect_accounts_for_every_byte_and_token(store: Path) -> None:
         assert piece in shown
 
 
-def test_inspect_tells_how_keys_and_values_are_stored_and_what_that_cost(home: Path, tmp_path: Path) -> None:
+def test_inspect_tells_how_keys_and_values_are_stored_and_what_that_cost(home, tmp_path):
     prefill(
         str(home / "corpus.txt"),
         model=str(home / "model"),
@@ -142,7 +141,7 @@ def test_inspect_tells_how_keys_and_values_are_stored_and_what_that_cost(home: P
     assert "error of encoding" not in run("inspect", home / "store.kv").out
 
 
-def test_index_is_built_kept_shown_and_searched(copy: Callable[[str], Path]) -> None:
+def test_index_is_built_kept_shown_and_searched(copy):
     store = copy("indexed.kv")
     first = json.loads(run("index", store, "--kind", "faiss-ivf", "--k", "10", "--json").out)
     again = json.loads(run("index", store, "--kind", "faiss-ivf", "--k", "10", "--json").out)
@@ -160,7 +159,7 @@ def test_index_is_built_kept_shown_and_searched(copy: Callable[[str], Path]) -> 
     assert found["options"]["index"] == "faiss-ivf"
 
 
-def test_ask_searches_the_clusters_once_they_are_built(copy: Callable[[str], Path]) -> None:
+def test_ask_searches_the_clusters_once_they_are_built(copy):
     store = copy("clustered.kv")
 
     def asked(*options: str) -> Ran:
@@ -198,7 +197,7 @@ UNFINISHED, DAMAGED = ["begun", "some heads", "no metadata"], ["metadata", "size
 
 
 @pytest.mark.parametrize("how", [*UNFINISHED, *DAMAGED])
-def test_an_incomplete_index_is_ignored_with_a_note(copy: Callable[[str], Path], how: str) -> None:
+def test_an_incomplete_index_is_ignored_with_a_note(copy, how):
     store = copy("half.kv")
     assert run("index", store, "--k", "10").code == 0
     whole = run("ask", store, QUESTION, "--max-new-tokens", "5").out
@@ -227,7 +226,7 @@ def test_an_incomplete_index_is_ignored_with_a_note(copy: Callable[[str], Path],
 
 
 @pytest.mark.parametrize("how", ["begun", "some heads"])
-def test_verify_tells_unfinished_from_damaged(copy: Callable[[str], Path], how: str) -> None:
+def test_verify_tells_unfinished_from_damaged(copy, how):
     store = copy("half.kv")
     assert run("index", store, "--k", "10").code == 0
     make_unfinished(store, how)
@@ -239,7 +238,7 @@ def test_verify_tells_unfinished_from_damaged(copy: Callable[[str], Path], how: 
     assert "unfinished" in run("verify", store).err
 
 
-def test_an_index_that_scans_says_so(copy: Callable[[str], Path]) -> None:
+def test_an_index_that_scans_says_so(copy):
     store = copy("scanned.kv")
     ran = run("index", store, "--kind", "faiss-hnsw", "--k", "10")
     assert "every head reached that recall only by a full scan" in ran.err
@@ -253,7 +252,7 @@ def test_an_index_that_scans_says_so(copy: Callable[[str], Path]) -> None:
     assert "index     faiss-hnsw (tuned to a full scan)" in run(*ask, "--stats").err
 
 
-def test_verify_finds_damage(store: Path, copy: Callable[[str], Path]) -> None:
+def test_verify_finds_damage(store, copy):
     assert json.loads(run("verify", store, "--json").out)["ok"] is True
     damaged = copy("damaged.kv")
     largest = max((f for f in damaged.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
@@ -267,7 +266,7 @@ def test_verify_finds_damage(store: Path, copy: Callable[[str], Path]) -> None:
     assert ran.err == f"error: {told['problems'][0]}\n"
 
 
-def test_verify_finds_a_damaged_index(copy: Callable[[str], Path]) -> None:
+def test_verify_finds_a_damaged_index(copy):
     store = copy("damaged.kv")
     assert run("index", store, "--kind", "flat").code == 0
     metadata = store.with_name("damaged.kv.indexes") / "flat" / "layer-001-head-000.json"
@@ -281,9 +280,7 @@ def test_verify_finds_a_damaged_index(copy: Callable[[str], Path]) -> None:
     ("written", "instead"),
     [('"k"', '"j"'), ('"measured": ', '"measured": "x", "was": '), ('"recall": ', '"recall": 3, "was": ')],
 )
-def test_verify_finds_a_changed_recall_which_is_not_shown(
-    copy: Callable[[str], Path], written: str, instead: str
-) -> None:
+def test_verify_finds_a_changed_recall_which_is_not_shown(copy, written, instead):
     store = copy("changed.kv")
     assert run("index", store, "--kind", "faiss-ivf", "--k", "10").code == 0
     for metadata in store.with_name("changed.kv.indexes").rglob("*.json"):
@@ -296,7 +293,7 @@ def test_verify_finds_a_changed_recall_which_is_not_shown(
     assert "was changed after it was written" in run("verify", store).err
 
 
-def test_help_names_every_index_kind_and_each_selector_takes_the_shown_options() -> None:
+def test_help_names_every_index_kind_and_each_selector_takes_the_shown_options():
     shown = " ".join(run("index", "--help").out.split())
     assert all(kind in shown for kind in index_registry.kinds())
     for name in registry.names():

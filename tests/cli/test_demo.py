@@ -24,7 +24,7 @@ from tests.tiny import tiny_tokenizer
 WAYS = [Way("top-k", "topk", {"budget": "5"}), Way("dense", "dense", {})]
 
 
-def test_the_facts_are_hidden_and_the_control_is_not() -> None:
+def test_the_facts_are_hidden_and_the_control_is_not():
     hidden = job.hide_facts(tiny_tokenizer(), 20_000)
     assert [hidden.text.count(fact.sentence) for fact in hidden.facts] == [1] * 5
     for fact in hidden.facts:
@@ -37,7 +37,7 @@ def test_the_facts_are_hidden_and_the_control_is_not() -> None:
     assert not hidden.repeated
 
 
-def test_a_new_process_answers_as_the_engine_does(store: Path) -> None:
+def test_a_new_process_answers_as_the_engine_does(store):
     questions = ["what is thing 3?", "and thing 4?"]
     opened, replies = job.ask_in_new_process(store, questions, WAYS, "cpu")
     given = list(replies)
@@ -59,18 +59,18 @@ def test_a_new_process_answers_as_the_engine_does(store: Path) -> None:
     assert {reply.bytes_moved for reply in given if reply.way == "dense"} == {everything}
 
 
-def test_an_error_of_the_new_process_is_its_sentence(tmp_path: Path) -> None:
+def test_an_error_of_the_new_process_is_its_sentence(tmp_path):
     with pytest.raises(OffloadDecodeError, match="There is no store at"):
         job.ask_in_new_process(tmp_path / "none", ["?"], WAYS)
 
 
-def test_a_crash_of_the_new_process_is_an_error(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_of_the_new_process_is_an_error(store, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(OffloadDecodeError, match="ended with code 1"):
         job.ask_in_new_process(store, ["?"], WAYS)
 
 
-def test_the_story_of_a_model_that_finds_nothing(home: Path, tmp_path: Path) -> None:
+def test_the_story_of_a_model_that_finds_nothing(home, tmp_path):
     ran = run("demo", "--model", home / "model", "--tokens", "600", "--out", tmp_path / "demo", "-q")
     assert (ran.code, ran.err) == (1, "")
     assert [line[0] for line in ran.out.splitlines() if line[:1].isdigit()] == list("12345")
@@ -91,7 +91,7 @@ def test_the_story_of_a_model_that_finds_nothing(home: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_json_holds_what_the_story_tells(home: Path, tmp_path: Path) -> None:
+def test_json_holds_what_the_story_tells(home, tmp_path):
     ran = run(
         "demo", "--model", home / "model", "--tokens", "300", "--out", tmp_path / "demo", "--json", "-q"
     )
@@ -141,9 +141,7 @@ def rows(out: str) -> dict[str, str]:
     return {line.split("  ")[0]: line for line in lines if line.startswith(("top-k, ", "dense attention "))}
 
 
-def test_what_is_not_installed_is_left_out_and_said(
-    answered: Callable[[Reader], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_installed_is_left_out_and_said(answered, monkeypatch):
     real = indexing.build_indexes
 
     def missing(store: Path, kind: str, **options: Any) -> indexing.BuildReport:
@@ -169,9 +167,7 @@ def test_what_is_not_installed_is_left_out_and_said(
         ("flat", "top-k, flat", 0),
     ],
 )
-def test_a_fact_that_the_default_misses_is_a_failure_and_others_are_shown(
-    answered: Callable[[Reader], tuple[int, str]], missing: str | None, row: str, code: int
-) -> None:
+def test_a_fact_that_the_default_misses_is_a_failure_and_others_are_shown(answered, missing, row, code):
     told, out = answered(lambda way, fact: fact.depth is not None and (way, fact.depth) != (missing, 0.5))
     assert (told, out.count("✗")) == (code, int(missing is not None))
     assert (f"✗ no  ({missing})" in out) == (missing is not None)
@@ -179,13 +175,13 @@ def test_a_fact_that_the_default_misses_is_a_failure_and_others_are_shown(
         assert ("4 of 5" if missing and name == row else "5 of 5") in line
 
 
-def test_a_control_that_is_answered_is_a_failure(answered: Callable[[Reader], tuple[int, str]]) -> None:
+def test_a_control_that_is_answered_is_a_failure(answered):
     code, out = answered(lambda way, fact: True)
     assert code == 1
     assert "✗" in rows(out)["top-k, clusters"]
 
 
-def test_a_store_that_is_there_is_kept(home: Path, store: Path, tmp_path: Path) -> None:
+def test_a_store_that_is_there_is_kept(home, store, tmp_path):
     shutil.copytree(store, tmp_path / "store")
     ran = run("demo", "--model", home / "model", "--tokens", "200", "--out", tmp_path)
     assert ran.code == 1
@@ -194,12 +190,12 @@ def test_a_store_that_is_there_is_kept(home: Path, store: Path, tmp_path: Path) 
     assert not (tmp_path / "python-topics.txt").exists()
 
 
-def test_bad_tokens_are_refused() -> None:
+def test_bad_tokens_are_refused():
     assert "'lots' is no number of tokens" in refused(2, "demo", "--tokens", "lots")
 
 
 @pytest.mark.slow
-def test_the_shipped_model_finds_the_facts(tmp_path: Path) -> None:
+def test_the_shipped_model_finds_the_facts(tmp_path):
     ran = run("demo", "--out", tmp_path / "demo", "--json", "-q")
     assert ran.code == 0, ran.out or ran.err
     told = json.loads(ran.out)

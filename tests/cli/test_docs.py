@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_reference_holds_every_commands_help() -> None:
+def test_the_reference_holds_every_commands_help():
     shown = reference()
     for command in app.registered_commands:
         assert (
@@ -26,17 +26,17 @@ def test_the_reference_holds_every_commands_help() -> None:
         )
 
 
-def test_the_block_is_replaced_and_nothing_else() -> None:
+def test_the_block_is_replaced_and_nothing_else():
     renewed = with_reference(f"above\n{BEGIN}\nold\n{END}\nbelow")
     assert renewed == f"above\n{BEGIN}\n{reference()}\n{END}\nbelow"
 
 
-def test_the_reference_is_up_to_date() -> None:
+def test_the_reference_is_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
     assert with_reference(text) == text, "run `python -m offload_decode.cli.reference`"
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
 
 
@@ -47,7 +47,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_the_documentation_are_understood(page: Path) -> None:
+def test_the_commands_of_the_documentation_are_understood(page):
     for arguments in commands(page):
         if "--install-completion" not in arguments:
             params = understood(arguments)
@@ -57,14 +57,14 @@ def test_the_commands_of_the_documentation_are_understood(page: Path) -> None:
                 assert selector in [*registry.built_in(), "longest", "longest-keys"]
 
 
-def test_a_command_that_is_not_there_would_be_found() -> None:
+def test_a_command_that_is_not_there_would_be_found():
     assert len(commands(README)) >= 5
     with pytest.raises(Exception, match="No such option"):
         understood(["ask", "docs.kv", "Why?", "--no-such-option"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
+def test_links_lead_to_existing_files_and_headings(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:
             continue
@@ -75,7 +75,7 @@ def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
             assert heading in headings(linked), f"{page.name}: {target}"
 
 
-def test_every_extra_is_explained() -> None:
+def test_every_extra_is_explained():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     for extra in extras["optional-dependencies"]:
@@ -88,7 +88,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_cited_sections_exist() -> None:
+def test_cited_sections_exist():
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     there = set(re.findall(r"^## (\d+)\.", text, flags=re.MULTILINE))
     rooms = ("indexes", "offload_decode", "prefill_jobs", "cli", "benchmarks")
@@ -98,6 +98,6 @@ def test_cited_sections_exist() -> None:
     assert cited <= there
 
 
-def test_every_selector_is_explained() -> None:
+def test_every_selector_is_explained():
     rules = (ROOT / "docs" / "selectors.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in rules for name in registry.built_in())

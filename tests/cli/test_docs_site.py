@@ -61,11 +61,11 @@ def fetched(site: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=str)
-def test_every_page_is_there(site: Path, page: Path) -> None:
+def test_every_page_is_there(site, page):
     assert (site / page.with_suffix(".html")).is_file()
 
 
-def test_no_page_fetches_from_a_network_and_all_that_it_fetches_is_there(site: Path) -> None:
+def test_no_page_fetches_from_a_network_and_all_that_it_fetches_is_there(site):
     seen = 0
     for page, address in fetched(site):
         parts = urlsplit(address)
@@ -79,7 +79,7 @@ def test_no_page_fetches_from_a_network_and_all_that_it_fetches_is_there(site: P
     assert not re.findall(r"(?:@import|url\()\s*[\"']?https?:", styles)
 
 
-def test_docstrings_of_what_people_import_are_on_the_page(site: Path) -> None:
+def test_docstrings_of_what_people_import_are_on_the_page(site):
     text = (site / "docs" / "library.html").read_text(encoding="utf-8")
     named = re.findall(
         r"^::: (\S+)", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.MULTILINE
@@ -92,7 +92,7 @@ def test_docstrings_of_what_people_import_are_on_the_page(site: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [Path("README.md"), *DOCS], ids=str)
-def test_a_list_stands_after_an_empty_line(page: Path) -> None:
+def test_a_list_stands_after_an_empty_line(page):
     """GitHub needs none; the site would run the list into the paragraph."""
     before, in_list = "", False
     text = re.sub(r"^( *)```.*?^\1```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S | re.M)

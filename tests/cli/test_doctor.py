@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.cli.conftest import apart, run
 HEAVY = {"torch", "transformers", "zarr", "faiss", "numba"}
 
 
-def test_the_version_comes_first_and_then_what_is_installed() -> None:
+def test_the_version_comes_first_and_then_what_is_installed():
     ran = run("--version")
     assert ran.code == 0
     lines = [line.split(maxsplit=1) for line in ran.out.splitlines()]
@@ -28,7 +27,7 @@ def test_the_version_comes_first_and_then_what_is_installed() -> None:
     assert told["torch"] == doctor.version_of("torch")
 
 
-def test_a_library_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_there_is_said_to_be_missing(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: _missing(name))
     assert doctor.version_of("torch") is None
     assert doctor.faiss_packages() == []
@@ -39,14 +38,14 @@ def _missing(name: str) -> str:
     raise doctor.PackageNotFoundError(name)
 
 
-def test_a_library_that_is_too_old_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_too_old_is_found(monkeypatch):
     assert doctor.unmet() == []
     monkeypatch.setattr(doctor, "version_of", lambda name: "0.1")
     assert len(doctor.unmet()) >= 10
     assert all("0.1 is installed" in problem for problem in doctor.unmet())
 
 
-def test_a_library_that_only_an_extra_asks_for_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_only_an_extra_asks_for_is_not_needed(monkeypatch):
     real = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "ray" else real(name))
     assert doctor.unmet() == []
@@ -61,13 +60,13 @@ def checks(monkeypatch: pytest.MonkeyPatch, without: str = "self-test") -> dict[
     return {check["name"]: doctor.Check(**check) for check in told["checks"]}
 
 
-def test_a_sound_machine_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_machine_passes(monkeypatch):
     found = checks(monkeypatch)
     assert all(check.state == "ok" for check in found.values() if check.needed)
     assert {"versions", "processor", "memory", "disk", "cache", "compiler", "faiss", "gpu"} <= found.keys()
 
 
-def test_a_broken_necessity_fails_after_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_necessity_fails_after_all_checks(monkeypatch):
     def broken() -> str:
         raise OSError(28, "No space left on device", "/tmp")
 
@@ -85,7 +84,7 @@ def test_a_broken_necessity_fails_after_all_checks(monkeypatch: pytest.MonkeyPat
     assert run("doctor").code == 0
 
 
-def test_two_packages_that_provide_faiss_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_packages_that_provide_faiss_are_reported(monkeypatch):
     monkeypatch.setattr(doctor, "version_of", lambda name: "1.10")
     told = doctor._checked("faiss", False, doctor._faiss)
     assert told.state == "broken"
@@ -93,11 +92,11 @@ def test_two_packages_that_provide_faiss_are_reported(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_the_self_test_finds_its_fact() -> None:
+def test_the_self_test_finds_its_fact():
     assert "a fact was found" in doctor._self_test()
 
 
-def test_names_are_completed_without_heavy_imports() -> None:
+def test_names_are_completed_without_heavy_imports():
     assert options.selector_names("") == registry.names()
     assert options.selector_names("top") == ["topk"]
     assert options.index_kinds("") == list(kinds())
@@ -109,9 +108,7 @@ def test_names_are_completed_without_heavy_imports() -> None:
     assert not HEAVY & loaded
 
 
-def test_stores_are_completed_and_folders_can_be_entered(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_are_completed_and_folders_can_be_entered(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
     (tmp_path / ".hidden").mkdir()
@@ -132,7 +129,7 @@ def test_stores_are_completed_and_folders_can_be_entered(
         ("offload-decode index s.kv --kind h", "hnswlib"),
     ],
 )
-def test_shell_completion(words: str, offered: str) -> None:
+def test_shell_completion(words, offered):
     from typer.testing import CliRunner
 
     count = len(words.split()) - 1

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ LIGHT = "import sys; import offload_decode.cli.main; print(*sys.modules)"
 HEAVY = {"torch", "transformers", "numpy", "zarr", "faiss", "numba", "rich", "bs4"}
 
 
-def test_a_store_that_is_not_there(tmp_path: Path) -> None:
+def test_a_store_that_is_not_there(tmp_path):
     none = tmp_path / "no.kv"
     for command in (["ask", none, "q"], ["chat", none], ["inspect", none], ["verify", none]):
         told = refused(1, *command)
@@ -30,7 +29,7 @@ def test_a_store_that_is_not_there(tmp_path: Path) -> None:
         assert "offload-decode prefill" in told
 
 
-def test_a_folder_and_a_file_that_are_no_store(home: Path) -> None:
+def test_a_folder_and_a_file_that_are_no_store(home):
     assert "is not a KV store" in refused(1, "ask", home / "model", "q")
     assert "is not a KV store" in refused(1, "inspect", home / "corpus.txt")
 
@@ -39,13 +38,13 @@ def test_a_folder_and_a_file_that_are_no_store(home: Path) -> None:
     "command",
     [["inspect", "/"], ["verify", "/"], ["ask", "/", "q"], ["chat", "/"], ["index", "/", "--kind", "flat"]],
 )
-def test_the_root_of_the_file_system_is_no_store(command: list[str]) -> None:
+def test_the_root_of_the_file_system_is_no_store(command):
     told = refused(1, *command)
     assert "unexpected" not in told
     assert "KV store" in told
 
 
-def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home: Path, tmp_path: Path) -> None:
+def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home, tmp_path):
     out, corpus, model = tmp_path / "s.kv", home / "corpus.txt", home / "model"
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -62,14 +61,14 @@ def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home: 
     assert run("verify", out).code == 0
 
 
-def test_a_truncated_store(copy: Callable[[str], Path]) -> None:
+def test_a_truncated_store(copy):
     store = copy("truncated.kv")
     largest = max((f for f in store.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
     os.truncate(largest, largest.stat().st_size - 8)
     assert "bytes and should have" in refused(1, "ask", store, "q")
 
 
-def test_another_model_and_another_tokenizer(store: Path, tmp_path: Path) -> None:
+def test_another_model_and_another_tokenizer(store, tmp_path):
     text_model(seed=1).save_pretrained(tmp_path / "other")
     tiny_tokenizer().save_pretrained(tmp_path / "other")
     assert "open the store with" in refused(1, "ask", store, "q", "--model", tmp_path / "other")
@@ -80,7 +79,7 @@ def test_another_model_and_another_tokenizer(store: Path, tmp_path: Path) -> Non
     assert "tokenizer" in refused(1, "ask", store, "q", "--model", tmp_path / "same")
 
 
-def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded(home, tmp_path):
     (tmp_path / "empty").mkdir()
     corpus = home / "corpus.txt"
     told = refused(1, "prefill", corpus, "--model", tmp_path / "empty", "--out", tmp_path / "s")
@@ -108,7 +107,7 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
         (["--model", ""], "the model is empty"),
     ],
 )
-def test_options_that_cannot_be_used(store: Path, args: list[str], told: str) -> None:
+def test_options_that_cannot_be_used(store, args, told):
     assert told in refused(2, "ask", store, "q", *args)
 
 
@@ -116,12 +115,12 @@ def test_options_that_cannot_be_used(store: Path, args: list[str], told: str) ->
     ("args", "told"),
     [(["--model", ""], "the model is empty"), (["--dtype", "float8"], "unknown dtype 'float8'")],
 )
-def test_a_prefill_that_cannot_be_used(home: Path, tmp_path: Path, args: list[str], told: str) -> None:
+def test_a_prefill_that_cannot_be_used(home, tmp_path, args, told):
     command = ["prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv", *args]
     assert told in refused(2, *command)
 
 
-def test_an_empty_question(store: Path) -> None:
+def test_an_empty_question(store):
     assert "the question is empty" in refused(2, "ask", store, "  ")
     assert "the question is empty" in refused(2, "ask", store, "-", stdin="\n")
 
@@ -141,13 +140,13 @@ def test_an_empty_question(store: Path) -> None:
         ["index"],
     ],
 )
-def test_wrong_use_shows_the_usage(args: list[str]) -> None:
+def test_wrong_use_shows_the_usage(args):
     ran = run(*args)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("Usage: ")
 
 
-def test_corpora_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
+def test_corpora_that_cannot_be_read(home, tmp_path):
     (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
@@ -162,7 +161,7 @@ def test_corpora_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
         assert told in refused(1, "prefill", *args, stdin="")
 
 
-def test_a_store_is_never_overwritten(home: Path, store: Path) -> None:
+def test_a_store_is_never_overwritten(home, store):
     args = ["prefill", home / "corpus.txt", "--model", home / "model", "--out"]
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
     ran = run(*args, store)
@@ -175,7 +174,7 @@ def test_a_store_is_never_overwritten(home: Path, store: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["sub.kv", "layers/sub.kv", ""])
-def test_nothing_is_written_into_a_store(home: Path, store: Path, inside: str) -> None:
+def test_nothing_is_written_into_a_store(home, store, inside):
     ran = run("prefill", home / "corpus.txt", "--model", home / "model", "--out", f"{store}/{inside}")
     assert ran.code == 1
     assert "is a store itself" in ran.err
@@ -183,12 +182,12 @@ def test_nothing_is_written_into_a_store(home: Path, store: Path, inside: str) -
 
 
 @pytest.mark.parametrize("out", ["", ".", "a/.."])
-def test_an_out_without_a_name(home: Path, out: str) -> None:
+def test_an_out_without_a_name(home, out):
     told = refused(2, "prefill", home / "corpus.txt", "--model", home / "model", "--out", out)
     assert "names no store" in told
 
 
-def test_an_index_that_cannot_be_built(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_cannot_be_built(store, monkeypatch):
     assert "the kinds are clusters" in refused(2, "index", store, "--kind", "nonsense")
     assert "recall must be" in refused(2, "index", store, "--kind", "flat", "--recall", "0")
     monkeypatch.setitem(sys.modules, "hnswlib", None)
@@ -203,7 +202,7 @@ def _fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(Engine, "open", fail)
 
 
-def test_an_unexpected_error_says_how_to_see_more(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_says_how_to_see_more(store, monkeypatch):
     _fails_with(monkeypatch, ArithmeticError("first line\nsecond line"))
     told = refused(1, "ask", store, "q")
     assert told == (
@@ -212,34 +211,34 @@ def test_an_unexpected_error_says_how_to_see_more(store: Path, monkeypatch: pyte
     )
 
 
-def test_debugging_shows_the_traceback(store: Path) -> None:
+def test_debugging_shows_the_traceback(store):
     ran = apart(MAIN, "ask", store, "", env={**os.environ, "OFFLOAD_DECODE_DEBUG": "1"})
     assert ran.returncode == 2
     assert "Traceback" in ran.stderr
     assert ran.stderr.splitlines()[-1].startswith("error: the question is empty")
 
 
-def test_errors_of_the_system_are_sentences(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_system_are_sentences(store, monkeypatch):
     _fails_with(monkeypatch, OSError(28, "No space left on device", "s.kv"))
     assert refused(1, "ask", store, "q") == "error: s.kv: No space left on device"
     _fails_with(monkeypatch, MemoryError())
     assert "out of memory: free some" in refused(1, "ask", store, "q")
 
 
-def test_interpreted_loops_are_refused_at_the_start(store: Path) -> None:
+def test_interpreted_loops_are_refused_at_the_start(store):
     ran = apart(MAIN, "ask", store, "q", env={**os.environ, "NUMBA_DISABLE_JIT": "1"})
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("error: NUMBA_DISABLE_JIT is set")
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_control_c_is_one_line(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_is_one_line(store, monkeypatch):
     _fails_with(monkeypatch, KeyboardInterrupt())
     ran = run("ask", store, "q")
     assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
 
 
-def test_a_closed_pipe_is_no_error_to_report(store: Path) -> None:
+def test_a_closed_pipe_is_no_error_to_report(store):
     ours, theirs = os.pipe()
     os.close(ours)
     command = [*PROGRAM, "inspect", str(store)]
@@ -250,7 +249,7 @@ def test_a_closed_pipe_is_no_error_to_report(store: Path) -> None:
     assert (ran.returncode, ran.stderr) == (1, "")
 
 
-def test_help_comes_at_once_and_without_heavy_imports() -> None:
+def test_help_comes_at_once_and_without_heavy_imports():
     for args in (["--help"], ["-h"], ["ask", "-h"], ["--version"]):
         assert run(*args).code == 0
     loaded = set(apart(LIGHT).stdout.split())
@@ -265,7 +264,7 @@ def test_help_comes_at_once_and_without_heavy_imports() -> None:
     assert min(seconds() for _ in range(3)) < 1
 
 
-def test_the_installed_command_is_this_one() -> None:
+def test_the_installed_command_is_this_one():
     command = shutil.which("offload-decode", path=str(Path(sys.executable).parent))
     assert command is not None
     ran = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
@@ -280,7 +279,7 @@ def test_the_installed_command_is_this_one() -> None:
         (["batch", "URL", "--questions", "QUESTIONS", "--out", "OUT"], "file:///no/s.kv"),
     ],
 )
-def test_a_store_in_a_bucket_is_to_be_pulled_first(command: list[str], url: str, tmp_path: Path) -> None:
+def test_a_store_in_a_bucket_is_to_be_pulled_first(command, url, tmp_path):
     questions, out = tmp_path / "q.jsonl", tmp_path / "a.jsonl"
     questions.write_text('{"question": "q"}\n')
     named = {"URL": url, "QUESTIONS": str(questions), "OUT": str(out)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needle_grid, "MAX_NEW_TOKENS", 2)
 
 
-def test_a_table_a_picture_and_a_result(home: Path, tmp_path: Path) -> None:
+def test_a_table_a_picture_and_a_result(home, tmp_path):
     out = tmp_path / "made" / "here"
     ran = run("eval", "needle", "--model", home / "model", *SIZES, "--budget", "7", "--out", out)
     assert ran.code == 0, ran.err
@@ -43,7 +42,7 @@ def test_a_table_a_picture_and_a_result(home: Path, tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"needle.json", "needle.png"}
 
 
-def test_json_is_what_the_file_holds(home: Path, tmp_path: Path) -> None:
+def test_json_is_what_the_file_holds(home, tmp_path):
     (tmp_path / "text.md").write_text(TEXT)
     where = ("--text", tmp_path / "text.md", "--out", tmp_path)
     ran = run("eval", "needle", "--model", home / "model", *SIZES, *where, "--json", "-q")
@@ -52,7 +51,7 @@ def test_json_is_what_the_file_holds(home: Path, tmp_path: Path) -> None:
     assert json.loads(ran.out)["configuration"]["text"] == "text.md"
 
 
-def test_the_selectors_index_is_built(home: Path, tmp_path: Path) -> None:
+def test_the_selectors_index_is_built(home, tmp_path):
     pytest.importorskip("faiss")
     options = ("-o", "index=faiss-ivf", "-o", "budget=9", "--lengths", "100", "--depths", "50")
     ran = run("eval", "needle", "--model", home / "model", *options, "--out", tmp_path)
@@ -61,9 +60,7 @@ def test_the_selectors_index_is_built(home: Path, tmp_path: Path) -> None:
     assert result["configuration"]["options"] == {"budget": "9", "index": "faiss-ivf"}
 
 
-def test_an_answered_control_and_a_repeated_text_are_said(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answered_control_and_a_repeated_text_are_said(home, tmp_path, monkeypatch):
     monkeypatch.setattr(Needle, "score", lambda *_: 1.0)
     (tmp_path / "text.txt").write_text("Too short. ")
     where = ("--text", tmp_path / "text.txt", "--out", tmp_path)
@@ -87,33 +84,31 @@ def test_an_answered_control_and_a_repeated_text_are_said(
         (("-o", "index=magic"), "no index kind 'magic'"),
     ],
 )
-def test_wrong_use_is_refused_before_a_model_is_loaded(
-    options: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_use_is_refused_before_a_model_is_loaded(options, sentence, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("a model was loaded"))
     assert sentence in refused(2, "eval", "needle", "--out", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_budget_that_is_none_is_refused_before_the_first_prefill(home: Path, tmp_path: Path) -> None:
+def test_a_budget_that_is_none_is_refused_before_the_first_prefill(home, tmp_path):
     arguments = ("--model", home / "model", "--budget", "few", "--out", tmp_path / "out")
     assert "budget 'few' is none of these" in refused(2, "eval", "needle", *arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_text_is_refused(tmp_path: Path) -> None:
+def test_a_missing_text_is_refused(tmp_path):
     said = refused(1, "eval", "needle", "--text", tmp_path / "none.txt", "--out", tmp_path)
     assert "there is no corpus at" in said
 
 
-def test_an_earlier_result_is_kept(tmp_path: Path) -> None:
+def test_an_earlier_result_is_kept(tmp_path):
     (tmp_path / "needle.json").write_text("mine")
     assert "choose another --out" in refused(2, "eval", "needle", "--out", tmp_path)
     assert (tmp_path / "needle.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize("command", ["needle", "fidelity"])
-def test_the_reference_has_it(command: str) -> None:
+def test_the_reference_has_it(command):
     assert f"$ offload-decode eval {command} --help\nUsage: offload-decode eval {command} " in reference()
 
 
@@ -128,8 +123,8 @@ def test_the_reference_has_it(command: str) -> None:
     ],
 )
 def test_a_library_that_is_missing_is_named_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, command: str
-) -> None:
+    tmp_path, monkeypatch, missing, command
+):
     monkeypatch.setitem(sys.modules, missing, None)
     given = [write_run(tmp_path / "run.jsonl", 0.9, questions=1)] if command == "report" else []
     said = refused(2, "eval", command, *given, "--out", tmp_path / "out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ pytest.importorskip("matplotlib")
 SMALL = ("--tokens", "3", "--budgets", "5,10%")
 
 
-def test_a_table_a_picture_and_a_result(store: Path, tmp_path: Path) -> None:
+def test_a_table_a_picture_and_a_result(store, tmp_path):
     out = tmp_path / "made" / "here"
     chosen = ("-s", "topk", "-s", "lessismore")
     ran = run("eval", "fidelity", store, *chosen, *SMALL, "--question", "Thing 3?", "--out", out)
@@ -39,7 +38,7 @@ def test_a_table_a_picture_and_a_result(store: Path, tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"fidelity.json", "fidelity.png"}
 
 
-def test_every_selector_is_measured_and_json_is_what_the_file_holds(store: Path, tmp_path: Path) -> None:
+def test_every_selector_is_measured_and_json_is_what_the_file_holds(store, tmp_path):
     few = ("--tokens", "2", "--budgets", "20")
     ran = run("eval", "fidelity", store, *few, "--out", tmp_path, "--json", "-q")
     assert (ran.code, ran.err) == (0, "")
@@ -47,7 +46,7 @@ def test_every_selector_is_measured_and_json_is_what_the_file_holds(store: Path,
     assert {entry["label"] for entry in json.loads(ran.out)["entries"]} == set(names())
 
 
-def test_a_selector_can_have_options_of_its_own(store: Path, tmp_path: Path) -> None:
+def test_a_selector_can_have_options_of_its_own(store, tmp_path):
     chosen = ("-s", "quest:page_size=4", "-s", "quest:page_size=4,tail=sample:8", "-o", "dense_layers=0")
     chosen += ("-s", "lessismore:select_layers=0,1,tail=off")
     ran = run("eval", "fidelity", store, *chosen, *SMALL, "--out", tmp_path, "--json", "-q")
@@ -59,9 +58,7 @@ def test_a_selector_can_have_options_of_its_own(store: Path, tmp_path: Path) -> 
     assert result["configuration"]["common"] == {"dense_layers": "0"}
 
 
-def test_one_that_fails_is_named_and_the_others_are_kept(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_fails_is_named_and_the_others_are_kept(store, tmp_path, monkeypatch):
     def choose(*_: object) -> None:
         raise ConfigError("the index was eaten")
 
@@ -91,29 +88,25 @@ def test_one_that_fails_is_named_and_the_others_are_kept(
         (("--question", " "), "the question is empty"),
     ],
 )
-def test_wrong_use_is_refused_before_a_model_is_loaded(
-    options: tuple[str, ...], sentence: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_use_is_refused_before_a_model_is_loaded(options, sentence, store, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("a model was loaded"))
     assert sentence in refused(2, "eval", "fidelity", store, "--out", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_folder_is_no_store(tmp_path: Path) -> None:
+def test_an_empty_folder_is_no_store(tmp_path):
     (tmp_path / "empty").mkdir()
     said = refused(1, "eval", "fidelity", tmp_path / "empty", "--out", tmp_path / "out")
     assert "is not a KV store" in said
     assert "There is no store" in refused(1, "eval", "fidelity", tmp_path / "none", "--out", tmp_path / "out")
 
 
-def test_an_earlier_result_is_kept(store: Path, tmp_path: Path) -> None:
+def test_an_earlier_result_is_kept(store, tmp_path):
     (tmp_path / "fidelity.json").write_text("mine")
     assert "choose another --out" in refused(2, "eval", "fidelity", store, "--out", tmp_path)
     assert (tmp_path / "fidelity.json").read_text() == "mine"
 
 
-def test_without_matplotlib_the_extra_is_named_at_once(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_extra_is_named_at_once(store, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'offload-decode[eval]'" in refused(2, "eval", "fidelity", store, "--out", tmp_path)

@@ -24,7 +24,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_perplexity_prints_a_line_for_each_way(home: Path, text: Path, tmp_path: Path) -> None:
+def test_perplexity_prints_a_line_for_each_way(home, text, tmp_path):
     out = tmp_path / "run.jsonl"
     asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--out", out)
     ran = run(*asked)
@@ -47,7 +47,7 @@ def test_perplexity_prints_a_line_for_each_way(home: Path, text: Path, tmp_path:
     assert out.read_bytes() == before
 
 
-def test_sliding_shows_every_position(home: Path, text: Path, tmp_path: Path) -> None:
+def test_sliding_shows_every_position(home, text, tmp_path):
     out = tmp_path / "run.jsonl"
     asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--sliding")
     ran = run(*asked, "--out", out, "-q")
@@ -66,24 +66,20 @@ def test_sliding_shows_every_position(home: Path, text: Path, tmp_path: Path) ->
         (("--chunk", "1"), "chunk"),
     ],
 )
-def test_mistakes_are_told_before_a_model_is_loaded(
-    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_a_model_is_loaded(options, said, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("a model was loaded"))
     ran = run("eval", "perplexity", *options)
     assert ran.code == 2
     assert said in ran.err
 
 
-def test_a_text_that_is_too_short_is_refused(home: Path, text: Path, tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_is_refused(home, text, tmp_path):
     asked = ("eval", "perplexity", "--model", home / "model", "--text", text, "--lengths", "1M")
     assert "take a longer text" in refused(2, *asked, "--out", tmp_path / "run.jsonl")
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_sparsity_prints_tasks_layers_and_predictors(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sparsity_prints_tasks_layers_and_predictors(home, tmp_path, monkeypatch):
     reply, listen = answering.reply, sparsity.listen
 
     def short(engine: object, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
@@ -109,7 +105,7 @@ def test_sparsity_prints_tasks_layers_and_predictors(
     assert len([record for record in shown["records"] if record["record"] == "sparsity"]) == 6
 
 
-def test_equal_needs_predict_nothing() -> None:
+def test_equal_needs_predict_nothing():
     about = Asked("unit", 0, "task", 100, 0, None, "Which?", ["this"], 0.0, 100)
     few, many, lost = (
         Question(about, score, needed, False, {}) for score, needed in [(1, 4), (1, 64), (0, None)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from tests.cli.conftest import refused, run
 from tests.evals.made_up import write_run
 
 
-def test_a_page_is_written_and_not_written_over(tmp_path: Path) -> None:
+def test_a_page_is_written_and_not_written_over(tmp_path):
     runs = [write_run(tmp_path / f"{name}.jsonl", 0.9, questions=2) for name in ("one", "two")]
     out = tmp_path / "new" / "report.html"
     ran = run("eval", "report", *runs, "--out", out)
@@ -24,7 +23,7 @@ def test_a_page_is_written_and_not_written_over(tmp_path: Path) -> None:
     assert "two.jsonl" not in out.read_text()
 
 
-def test_what_is_no_run_makes_no_page(tmp_path: Path) -> None:
+def test_what_is_no_run_makes_no_page(tmp_path):
     out = tmp_path / "report.html"
     assert "there are no results at" in refused(2, "eval", "report", tmp_path / "none", "--out", out)
     (tmp_path / "text").write_text("some text")
@@ -32,7 +31,7 @@ def test_what_is_no_run_makes_no_page(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_comparison_is_a_table_a_sentence_and_json(tmp_path: Path) -> None:
+def test_a_comparison_is_a_table_a_sentence_and_json(tmp_path):
     runs = [write_run(tmp_path / f"{share}.jsonl", share, questions=40) for share in (0.2, 0.9)]
     ran = run("eval", "compare", *runs)
     assert ran.code == 0, ran.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "reply", short)
 
 
-def test_options_given_twice_make_a_grid(home: Path, tmp_path: Path) -> None:
+def test_options_given_twice_make_a_grid(home, tmp_path):
     out = tmp_path / "made" / "run.jsonl"
     grid = ("-o", "budget=8", "-o", "budget=16", "-o", "tail=off", "-o", "tail=sample")
     ran = run("eval", "ablation", "--model", home / "model", *ASK, *grid, "--out", out)
@@ -41,7 +40,7 @@ def test_options_given_twice_make_a_grid(home: Path, tmp_path: Path) -> None:
     assert (again.code, again.out) == (0, ran.out)
 
 
-def test_another_run_does_not_write_over_results(home: Path, tmp_path: Path) -> None:
+def test_another_run_does_not_write_over_results(home, tmp_path):
     out = tmp_path / "run.jsonl"
     assert run("eval", "ablation", "--model", home / "model", *ASK, "--out", out).code == 0
     before = out.read_bytes()
@@ -61,11 +60,11 @@ def test_another_run_does_not_write_over_results(home: Path, tmp_path: Path) -> 
         (("--prefill", "none"), "unknown prefill method 'none'"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(home: Path, options: tuple[str, str], said: str) -> None:
+def test_mistakes_are_told_in_a_sentence(home, options, said):
     assert said in refused(2, "eval", "ablation", "--model", "no-such-model", *options)
 
 
-def test_json_has_the_records(home: Path, tmp_path: Path) -> None:
+def test_json_has_the_records(home, tmp_path):
     out = tmp_path / "run.jsonl"
     ran = run("eval", "ablation", "--model", home / "model", *ASK, "--json", "--out", out)
     assert len(json.loads(ran.out)["records"]) == len(read(out).records)

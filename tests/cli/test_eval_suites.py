@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +15,12 @@ __all__ = ["_short"]
 
 
 @pytest.mark.parametrize("suite", ["ruler", "aggregate"])
-def test_a_suite_has_tasks_that_are_known(suite: str) -> None:
+def test_a_suite_has_tasks_that_are_known(suite):
     module = __import__(f"offload_decode.evals.tasks.{suite}", fromlist=["SUITE"])
     assert set(module.SUITE) <= set(tasks.names())
 
 
-def test_ruler_asks_what_is_named(home: Path, tmp_path: Path) -> None:
+def test_ruler_asks_what_is_named(home, tmp_path):
     out = tmp_path / "run.jsonl"
     small = ("--tasks", "niah_single_2", "--lengths", "600", "--limit", "1", "--budgets", "8,2%", "-q")
     ran = run("eval", "ruler", "--model", home / "model", *small, "--out", out)
@@ -30,7 +29,7 @@ def test_ruler_asks_what_is_named(home: Path, tmp_path: Path) -> None:
     assert "could not be told from chance" in ran.out  # one question is too few
 
 
-def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home: Path, tmp_path: Path) -> None:
+def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home, tmp_path):
     out = tmp_path / "run.jsonl"
     small = ("--lengths", "400", "--limit", "1", "--budgets", "8", "--out", out)
     ran = run("eval", "ruler", "--model", home / "model", *small)
@@ -43,7 +42,7 @@ def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home: Path, tm
     assert "400 tokens do not hold the facts" in refused(2, *named)
 
 
-def test_passkey_asks_at_the_lengths_that_are_given(home: Path, tmp_path: Path) -> None:
+def test_passkey_asks_at_the_lengths_that_are_given(home, tmp_path):
     out = tmp_path / "run.jsonl"
     small = ("--lengths", "700", "--limit", "1", "--budgets", "16", "-q")
     ran = run("eval", "passkey", "--model", home / "model", *small, "--out", out)
@@ -51,12 +50,12 @@ def test_passkey_asks_at_the_lengths_that_are_given(home: Path, tmp_path: Path) 
     assert read(out).header.configuration["contenders"] == ["dense", "quest:budget=16", "topk:budget=16"]
 
 
-def test_tasks_of_another_suite_are_refused() -> None:
+def test_tasks_of_another_suite_are_refused():
     assert "there is no task 'vt' here" in refused(2, "eval", "aggregate", "--tasks", "vt")
     assert "--budgets" in refused(2, "eval", "ruler", "-o", "budget=3")
 
 
-def test_what_would_be_lost_when_all_is_measured_is_refused_before(tmp_path: Path) -> None:
+def test_what_would_be_lost_when_all_is_measured_is_refused_before(tmp_path):
     (tmp_path / "file").touch()
     asked = ("eval", "ruler", "--tasks", "vt", "--out", tmp_path / "run.jsonl")
     assert "is too large" in refused(2, *asked, "--seeds", f"0,{2**70}")
@@ -64,7 +63,7 @@ def test_what_would_be_lost_when_all_is_measured_is_refused_before(tmp_path: Pat
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_questions_come_from_a_file_of_the_users(home: Path, tmp_path: Path) -> None:
+def test_questions_come_from_a_file_of_the_users(home, tmp_path):
     paragraph = {
         "context": "The harbour master of Velm is called Ansa Tiro. She came in May.",
         "qas": [

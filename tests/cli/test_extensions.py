@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("example")
-def test_it_selects_searches_and_prefills(home: Path, copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_it_selects_searches_and_prefills(home, copy, tmp_path):
     store = copy("docs.kv")
     ran = run("ask", store, *QUESTION, "-s", "longest-keys", "-o", "budget=20", "-o", "skip=3", "--json")
     assert ran.code == 0, ran.err
@@ -49,7 +48,7 @@ def test_it_selects_searches_and_prefills(home: Path, copy: Callable[[str], Path
 
 
 @pytest.mark.usefixtures("example")
-def test_it_is_listed_by_the_distribution_that_brings_it() -> None:
+def test_it_is_listed_by_the_distribution_that_brings_it():
     told = {one["name"]: one for one in json.loads(run("selectors", "--json").out)["selectors"]}
     assert told["longest-keys"]["from"] == "key-lengths 0.1.0"
     assert told["longest-keys"]["method"] == "Select the longest keys."
@@ -66,7 +65,7 @@ def test_it_is_listed_by_the_distribution_that_brings_it() -> None:
 
 
 @pytest.mark.usefixtures("example")
-def test_the_shell_completes_its_names() -> None:
+def test_the_shell_completes_its_names():
     assert options.selector_names("lo") == ["loki", "longest-keys"]
     assert options.index_kinds("s") == ["sorted-keys"]
     assert options.prefill_methods("") == ["dense", "quoka", "sample", "window", "evenly", "torn"]
@@ -74,7 +73,7 @@ def test_the_shell_completes_its_names() -> None:
 
 
 @pytest.mark.usefixtures("example")
-def test_one_that_is_broken_is_one_sentence(home: Path, store: Path, tmp_path: Path) -> None:
+def test_one_that_is_broken_is_one_sentence(home, store, tmp_path):
     corpus, into = home / "corpus.txt", ("--model", home / "model", "--out", tmp_path / "s")
     for arguments in (
         ["ask", store, *QUESTION, "-s", "torn"],
@@ -90,7 +89,7 @@ def test_one_that_is_broken_is_one_sentence(home: Path, store: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("example")
-def test_doctor_imports_each_and_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_imports_each_and_names_what_is_wrong(monkeypatch):
     from offload_decode.cli import doctor
 
     monkeypatch.setattr(doctor, "_CHECKS", [check for check in doctor._CHECKS if check[0] == "extensions"])
@@ -101,9 +100,7 @@ def test_doctor_imports_each_and_names_what_is_wrong(monkeypatch: pytest.MonkeyP
     assert "key-lengths" not in check["found"]
 
 
-def test_doctor_says_what_is_installed_and_that_nothing_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_what_is_installed_and_that_nothing_is(tmp_path, monkeypatch):
     from offload_decode.cli import doctor
 
     assert doctor._checked("extensions", False, doctor._extensions).state == "absent"
@@ -112,9 +109,7 @@ def test_doctor_says_what_is_installed_and_that_nothing_is(
     assert (check.state, check.found.partition(":")[0]) == ("ok", "key-lengths 0.1.0")
 
 
-def test_what_an_extension_made_says_so_where_it_is_not_installed(
-    home: Path, copy: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_what_an_extension_made_says_so_where_it_is_not_installed(home, copy, tmp_path):
     store, made = copy("docs.kv"), tmp_path / "evenly.kv"
     with pytest.MonkeyPatch.context() as patch:
         install_example(tmp_path / "example", patch)
@@ -132,7 +127,7 @@ def test_what_an_extension_made_says_so_where_it_is_not_installed(
 
 
 @pytest.mark.usefixtures("example")
-def test_plan_counts_an_index_that_is_an_extension(home: Path) -> None:
+def test_plan_counts_an_index_that_is_an_extension(home):
     shown = run("plan", "--model", home / "model", "--tokens", "100K", "-o", "index=sorted-keys").out
     assert "ask: indexes (sorted-keys)" in shown
     (choice,) = (line for line in shown.splitlines() if line.startswith("indexes "))

@@ -73,7 +73,7 @@ def kept() -> dict[Path, bool]:
     return found
 
 
-def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url: str) -> None:
+def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url):
     worker, stores = asker(url), stores_at(url)
     assert worker.load().stores == frozenset()
     for number, store in enumerate(stores, start=1):
@@ -87,7 +87,7 @@ def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url: str) -> N
     assert isinstance(other.do(QuestionBatch(stores[0], ("Why?",))).result, list)
 
 
-def test_two_workers_of_a_machine_keep_within_its_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_of_a_machine_keep_within_its_bound(url, monkeypatch):
     """There is room for two stores: what the other worker has open stays, and what it had open goes."""
     stores = stores_at(url)
     sizes = [
@@ -108,7 +108,7 @@ def test_two_workers_of_a_machine_keep_within_its_bound(url: str, monkeypatch: p
     assert isinstance(again.result.error, DoesNotFit), "another machine may have room for it"
 
 
-def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_cannot_be_fetched_now_is_given_back(url, tmp_path, monkeypatch):
     worker, stores = asker(url), stores_at(url)
     worker.load()
     with monkeypatch.context() as broken:
@@ -132,7 +132,7 @@ def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monk
     assert worker.load().result is None, "it counts those in a row"
 
 
-def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url: str, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url, tmp_path):
     (tmp_path / "cache").write_text("a file")
     worker = asker(url)
     assert worker.load().stores == frozenset()
@@ -141,9 +141,7 @@ def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url: str, tmp_
     assert "cannot be written (Not a directory)" in str(again.error)
 
 
-def test_what_is_wrong_with_a_store_is_its_own_error(
-    url: str, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_with_a_store_is_its_own_error(url, bucket, tmp_path, monkeypatch):
     shutil.copytree(bucket, tmp_path / "bucket")
     url = f"file://{tmp_path}/bucket/texts"
     worker, stores = asker(url), stores_at(url)
@@ -169,9 +167,7 @@ def by_one_worker(
         yield number, worker.do(one).result
 
 
-def test_ask_puts_its_question_to_workers(
-    url: str, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ask_puts_its_question_to_workers(url, bucket, tmp_path, monkeypatch):
     """Of a collection in a bucket and of one here: the answers are those of this process, in their order."""
     monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
     how = ("Which word is beta?", "--all", "--json", "--cite", "--max-new-tokens", "3")
@@ -189,9 +185,7 @@ def test_ask_puts_its_question_to_workers(
     assert shown.out.startswith("gamma.txt: "), "as they come"
 
 
-def test_ask_names_the_document_that_no_worker_could_answer(
-    url: str, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ask_names_the_document_that_no_worker_could_answer(url, bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
     shutil.copytree(bucket, tmp_path / "bucket")
     url = f"file://{tmp_path}/bucket/texts"
@@ -204,7 +198,7 @@ def test_ask_names_the_document_that_no_worker_could_answer(
 
 
 @pytest.mark.parametrize("option", [("--stats",), ("--temperature", "0.5")])
-def test_what_workers_do_not_tell_of_a_collection_is_refused(url: str, option: tuple[str, ...]) -> None:
+def test_what_workers_do_not_tell_of_a_collection_is_refused(url, option):
     assert f"--workers and {option[0]}" in refused(2, "ask", url, "Which?", "--workers", "ray", *option)
 
 
@@ -245,9 +239,7 @@ def fetched(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_three_workers_one_of_which_is_killed(
-    url: str, questions: Path, tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_workers_one_of_which_is_killed(url, questions, tmp_path, machines, monkeypatch):
     """On two machines, the second of which has two workers; one is killed after the first answers."""
     machines.add("m")
     machines.add_node(num_cpus=2, env_vars={"XDG_CACHE_HOME": str(tmp_path / "n")})
@@ -275,7 +267,7 @@ def test_three_workers_one_of_which_is_killed(
 
 
 @pytest.mark.slow
-def test_two_machines_are_asked(url: str, tmp_path: Path, machines: Any) -> None:
+def test_two_machines_are_asked(url, tmp_path, machines):
     machines.add("m")
     machines.add("n")
     how = ("ask", url, "Which word is beta?", "--all", "--json", "--max-new-tokens", "4")
@@ -290,9 +282,7 @@ def test_two_machines_are_asked(url: str, tmp_path: Path, machines: Any) -> None
 
 
 @pytest.mark.slow
-def test_a_machine_that_comes_late_gets_work(
-    url: str, questions: Path, tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_comes_late_gets_work(url, questions, tmp_path, machines, monkeypatch):
     """Two workers for one machine; the second machine comes after the first answer, and is waited for there,
     that there be work left.
     """

@@ -64,7 +64,7 @@ def kept() -> list[Path]:
     return [path for path in (user_cache() / "fetched").glob("*/content") if (path / "zarr.json").exists()]
 
 
-def test_it_goes_there_and_comes_back(collection: Path, service: Service, tmp_path: Path) -> None:
+def test_it_goes_there_and_comes_back(collection, service, tmp_path):
     url = f"s3://bucket{tmp_path}/texts"
     ran = run("push", collection, url, "--json")
     assert (ran.code, json.loads(ran.out)["moved"]) == (0, 3)
@@ -80,7 +80,7 @@ def test_it_goes_there_and_comes_back(collection: Path, service: Service, tmp_pa
     assert asked(back) == asked(collection)
 
 
-def test_lists_that_no_disk_holds_are_not_fetched(collection: Path, url: str, tmp_path: Path) -> None:
+def test_lists_that_no_disk_holds_are_not_fetched(collection, url, tmp_path):
     run("push", collection, url)
     os.truncate(Path(url.removeprefix("file://"), WORDS), 1 << 43)
     assert "GB more and the disk has" in refused(1, "pull", url, tmp_path / "back")
@@ -92,7 +92,7 @@ def keys(service: Service, prefix: str) -> list[str]:
     return [entry["Key"].removeprefix(prefix) for entry in found.get("Contents", [])]
 
 
-def test_a_list_that_has_changed_is_not_believed(collection: Path, service: Service, tmp_path: Path) -> None:
+def test_a_list_that_has_changed_is_not_believed(collection, service, tmp_path):
     url = f"s3://bucket{tmp_path}/texts"
     run("push", collection, url)
     place = {"Bucket": "bucket", "Key": f"{str(tmp_path)[1:]}/texts/documents.jsonl"}
@@ -105,7 +105,7 @@ def test_a_list_that_has_changed_is_not_believed(collection: Path, service: Serv
 
 
 @pytest.mark.parametrize("command", ["push", "pull"])
-def test_what_was_cut_off_goes_on(command: str, collection: Path, service: Service, tmp_path: Path) -> None:
+def test_what_was_cut_off_goes_on(command, collection, service, tmp_path):
     def way(number: int) -> tuple[str | Path, ...]:
         url = f"s3://bucket{tmp_path}/{command if command == 'pull' else number}"
         return (command, collection, url) if command == "push" else (command, url, tmp_path / str(number))
@@ -131,7 +131,7 @@ def test_what_was_cut_off_goes_on(command: str, collection: Path, service: Servi
         assert "3 there already" in run(*way(cut)).err
 
 
-def test_a_push_renews_it(collection: Path, home: Path, texts: Path, tmp_path: Path, url: str) -> None:
+def test_a_push_renews_it(collection, home, texts, tmp_path, url):
     assert run("push", collection, url).code == 0
     folder = Path(shutil.copytree(texts, tmp_path / "own"))
     (folder / "alpha.txt").unlink()
@@ -146,9 +146,7 @@ def test_a_push_renews_it(collection: Path, home: Path, texts: Path, tmp_path: P
     assert set(asked(url, "--all")) == {"beta.txt", "gamma.txt"}
 
 
-def test_a_store_that_was_made_anew_takes_the_place_of_the_earlier(
-    collection: Path, tmp_path: Path, url: str
-) -> None:
+def test_a_store_that_was_made_anew_takes_the_place_of_the_earlier(collection, tmp_path, url):
     assert run("push", collection, url).code == 0
     far = Collection(tmp_path / "bucket" / "texts")
     store = far.store(far.entries[0])
@@ -158,9 +156,7 @@ def test_a_store_that_was_made_anew_takes_the_place_of_the_earlier(
     assert content(tmp_path / "bucket" / "texts") == content(collection)
 
 
-def test_a_push_that_would_leave_little_is_asked_for(
-    collection: Path, home: Path, texts: Path, tmp_path: Path, url: str
-) -> None:
+def test_a_push_that_would_leave_little_is_asked_for(collection, home, texts, tmp_path, url):
     assert run("push", collection, url).code == 0
     before = content(tmp_path / "bucket" / "texts")
     folder, part = tmp_path / "part", tmp_path / "part.collection"
@@ -175,7 +171,7 @@ def test_a_push_that_would_leave_little_is_asked_for(
     assert "2 removed" in run("push", part, url, "--drop").err
 
 
-def test_indexes_that_were_built_since_are_sent(collection: Path, tmp_path: Path, url: str) -> None:
+def test_indexes_that_were_built_since_are_sent(collection, tmp_path, url):
     assert run("push", collection, url).code == 0
     assert run("index", collection, "--k", "10").code == 0
     assert "3 documents sent" in run("push", collection, url).err
@@ -183,9 +179,7 @@ def test_indexes_that_were_built_since_are_sent(collection: Path, tmp_path: Path
     assert "3 there already" in run("push", collection, url).err
 
 
-def test_a_pull_takes_nothing_from_that_of_another_models_collection(
-    collection: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pull_takes_nothing_from_that_of_another_models_collection(collection, tmp_path, url, monkeypatch):
     """Documents of the same bytes have stores of the same name."""
     other = Path(shutil.copytree(collection, tmp_path / "other"))
     header = json.loads((other / "collection.json").read_text())
@@ -205,7 +199,7 @@ def test_a_pull_takes_nothing_from_that_of_another_models_collection(
     assert content(out) == content(collection)
 
 
-def test_it_is_asked_where_it_lies(collection: Path, url: str, tmp_path: Path) -> None:
+def test_it_is_asked_where_it_lies(collection, url, tmp_path):
     assert run("push", collection, url).code == 0
     assert list(asked(url, "--top", "1")) == ["beta.txt"]
     assert len(kept()) == 1
@@ -221,7 +215,7 @@ def test_it_is_asked_where_it_lies(collection: Path, url: str, tmp_path: Path) -
     assert "0 answers, 3 there already" in run(*command).err
 
 
-def test_the_stores_that_are_kept_stay_within_their_bound(collection: Path, url: str) -> None:
+def test_the_stores_that_are_kept_stay_within_their_bound(collection, url):
     assert run("push", collection, url).code == 0
     stores = [Collection(collection).store(entry) for entry in Collection(collection).entries]
     one = max(sum(path.stat().st_size for path in store.rglob("*") if path.is_file()) for store in stores)
@@ -236,9 +230,7 @@ def test_the_stores_that_are_kept_stay_within_their_bound(collection: Path, url:
     assert "let it hold more, with --cache" in told["failed"][0]["error"]
 
 
-def test_a_store_that_is_gone_there_is_its_documents_error(
-    collection: Path, tmp_path: Path, url: str
-) -> None:
+def test_a_store_that_is_gone_there_is_its_documents_error(collection, tmp_path, url):
     assert run("push", collection, url).code == 0
     far = Collection(tmp_path / "bucket" / "texts")
     shutil.rmtree(far.store(far.entries[1]))
@@ -249,7 +241,7 @@ def test_a_store_that_is_gone_there_is_its_documents_error(
     assert ran.code == 1
 
 
-def test_refusals(collection: Path, home: Path, store: Path, tmp_path: Path, url: str) -> None:
+def test_refusals(collection, home, store, tmp_path, url):
     assert "There is no store at" in refused(1, "pull", url, tmp_path / "back")
     assert "is in a bucket: pull it first" in refused(2, "ask", url, "Which?")
     assert run("push", store, url).code == 0

@@ -6,8 +6,6 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from tests.store.test_refusals import edit, reseal
 RED = "\x1b[31m"
 
 
-def test_escape_sequences_in_a_manifest_are_shown(copy: Callable[[str], Path]) -> None:
+def test_escape_sequences_in_a_manifest_are_shown(copy):
     store = copy("evil.kv")
     edit(
         store,
@@ -52,7 +50,7 @@ def test_escape_sequences_in_a_manifest_are_shown(copy: Callable[[str], Path]) -
         assert not {"\x1b", "\x9b", "\u202e"} & set(text)
 
 
-def test_escape_sequences_in_names_and_errors_are_shown(home: Path, tmp_path: Path) -> None:
+def test_escape_sequences_in_names_and_errors_are_shown(home, tmp_path):
     folder = tmp_path / f"{RED}folder"
     folder.mkdir()
     for command in (["inspect", folder], ["verify", folder], ["ask", folder, "q"]):
@@ -85,9 +83,7 @@ WRONG = [
 
 @pytest.mark.parametrize("changes", WRONG, ids=lambda changes: next(iter(changes)))
 @pytest.mark.parametrize("command", [["inspect"], ["ask", "q"], ["verify"], ["index"], ["inspect", "--json"]])
-def test_a_manifest_with_wrong_types_is_a_sentence(
-    copy: Callable[[str], Path], command: list[str], changes: dict[str, object]
-) -> None:
+def test_a_manifest_with_wrong_types_is_a_sentence(copy, command, changes):
     store = copy("wrong.kv")
     edit(store, "zarr.json", **changes)
     ran = run(command[0], store, *command[1:])
@@ -96,7 +92,7 @@ def test_a_manifest_with_wrong_types_is_a_sentence(
     assert "unexpected" not in ran.err
 
 
-def test_a_shape_that_is_not_the_models_is_refused(home: Path, copy: Callable[[str], Path]) -> None:
+def test_a_shape_that_is_not_the_models_is_refused(home, copy):
     store = copy("shape.kv")
     shape = KVStore.open(store).manifest.to_json()["shape"]
     edit(store, "zarr.json", shape=shape | {"query_heads": 2 * shape["query_heads"]})
@@ -105,9 +101,7 @@ def test_a_shape_that_is_not_the_models_is_refused(home: Path, copy: Callable[[s
 
 
 @pytest.mark.parametrize("kind", ["keys", "values"])
-def test_a_file_that_shrinks_under_an_engine_is_a_sentence(
-    home: Path, copy: Callable[[str], Path], kind: str
-) -> None:
+def test_a_file_that_shrinks_under_an_engine_is_a_sentence(home, copy, kind):
     store = copy("shrinks.kv")
     engine = Engine.open(store, load(str(home / "model"), "cpu", "auto"), options={"budget": "20"})
     engine.answer("Which?", 3)
@@ -119,7 +113,7 @@ def test_a_file_that_shrinks_under_an_engine_is_a_sentence(
         engine.answer("Which?", 3)
 
 
-def test_names_and_positions_are_of_the_store(copy: Callable[[str], Path]) -> None:
+def test_names_and_positions_are_of_the_store(copy):
     store = copy("offsets.kv")
     offsets = store / "documents/offsets/c.0"
     offsets.write_bytes((np.frombuffer(offsets.read_bytes(), "<i8") * 10**6).tobytes())
@@ -128,7 +122,7 @@ def test_names_and_positions_are_of_the_store(copy: Callable[[str], Path]) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems raise other signals")
 @pytest.mark.parametrize("where", ["main", "thread"])
-def test_a_file_that_shrinks_while_it_is_read_is_a_sentence(where: str) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_a_sentence(where):
     program = f"""
         import mmap, os, tempfile, threading
         from offload_decode.cli.bus_error import exit_on_bus_error

@@ -31,7 +31,7 @@ def indexes_of(store: Path) -> dict[str, bytes]:
     return tree(store.with_name(store.name + ".indexes"))
 
 
-def test_several_stores_are_indexed_as_each_alone(copy: Copy) -> None:
+def test_several_stores_are_indexed_as_each_alone(copy):
     stores = [copy(name) for name in ("a.kv", "b.kv", "c.kv")]
     assert run("index", stores[0], "--k", "10").code == 0
     told = json.loads(run("index", *stores[1:], "--k", "10", "--json").out)
@@ -39,7 +39,7 @@ def test_several_stores_are_indexed_as_each_alone(copy: Copy) -> None:
     assert indexes_of(stores[0]) == indexes_of(stores[1]) == indexes_of(stores[2])
 
 
-def test_a_store_that_fails_stops_no_other_and_is_named(copy: Copy, tmp_path: Path) -> None:
+def test_a_store_that_fails_stops_no_other_and_is_named(copy, tmp_path):
     none, store = tmp_path / "none.kv", copy("a.kv")
     ran = run("index", none, store, "--k", "10", "--json")
     assert ran.code == 1
@@ -49,7 +49,7 @@ def test_a_store_that_fails_stops_no_other_and_is_named(copy: Copy, tmp_path: Pa
     assert f"error: {none}: There is no store at {none}" in ran.err
 
 
-def test_a_folder_that_cannot_be_written_stops_no_other_store(copy: Copy) -> None:
+def test_a_folder_that_cannot_be_written_stops_no_other_store(copy):
     stores = [copy(name) for name in ("a.kv", "b.kv")]
     stores[0].with_name("a.kv.indexes").write_text("in the way")
     ran = run("index", *stores, "--k", "10", "--json")
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_stops_no_other_store(copy: Copy) -> Non
     assert len(told["indexes"]) == 1
 
 
-def test_a_collection_is_indexed_store_by_store(home: Path, tmp_path: Path) -> None:
+def test_a_collection_is_indexed_store_by_store(home, tmp_path):
     (tmp_path / "texts").mkdir()
     for name in ("one", "two"):
         (tmp_path / "texts" / f"{name}.txt").write_text(f"Chapter {name}. " * 20)
@@ -72,11 +72,11 @@ def test_a_collection_is_indexed_store_by_store(home: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("wrong", [("--kind", "unheard-of"), ("--recall", "0")])
-def test_what_is_wrong_for_all_is_told_once(copy: Copy, wrong: tuple[str, str]) -> None:
+def test_what_is_wrong_for_all_is_told_once(copy, wrong):
     refused(2, "index", copy("a.kv"), copy("b.kv"), *wrong)
 
 
-def test_options_that_do_not_go_together_are_refused(store: Path) -> None:
+def test_options_that_do_not_go_together_are_refused(store):
     assert "--worker-count needs --workers" in refused(2, "index", store, "--worker-count", "2")
     assert "leave one of them out" in refused(2, "index", store, "--workers", "ray", "--no-sync")
     assert "--workers is ray or ray://HOST:PORT" in refused(2, "index", store, "--workers", "dask")
@@ -86,7 +86,7 @@ def indexer(*stores: Path, kind: str = "clusters") -> Indexer:
     return Indexer(IndexSetup(tuple(map(str, stores)), kind, 0.98, 10))
 
 
-def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy: Copy) -> None:
+def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy):
     here, there = copy("here.kv"), copy("there.kv")
     build_indexes(here, "clusters", k=10)
     worker = indexer(there)
@@ -97,9 +97,7 @@ def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy: Co
     assert indexes_of(here) == indexes_of(there)
 
 
-def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(
-    copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(copy, tmp_path, monkeypatch):
     """The first is lost as it has said that a head is done; the second builds the others."""
     store, heads = copy("a.kv"), []
 
@@ -123,11 +121,11 @@ def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(
     assert indexer(none).do(Job("", str(none))) == Reply(None, frozenset())
 
 
-def test_what_is_wrong_with_the_kind_is_told_as_a_worker_loads(store: Path) -> None:
+def test_what_is_wrong_with_the_kind_is_told_as_a_worker_loads(store):
     assert isinstance(indexer(store, kind="unheard-of").load().result, UnknownIndex)
 
 
-def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun() -> None:
+def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun():
     report = BuildReport("flat", Path("a"), 4, 4, 0, 1.0, 1, None, 1.0, 1.0, {}, 0)
 
     class MadeUp:
@@ -150,7 +148,7 @@ def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun() -> N
 
 
 @pytest.mark.slow
-def test_stores_indexed_by_workers_that_are_killed(copy: Copy, tmp_path: Path) -> None:
+def test_stores_indexed_by_workers_that_are_killed(copy, tmp_path):
     """Two workers on a real local cluster; twice one of them is killed with SIGKILL."""
     if importlib.util.find_spec("ray") is None:  # imported before the command, it would write to stdout
         pytest.skip("Ray is not installed")

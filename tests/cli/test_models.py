@@ -18,7 +18,7 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_the_list_is_of_the_families_that_the_suite_serves() -> None:
+def test_the_list_is_of_the_families_that_the_suite_serves():
     known = json.loads(files("offload_decode.cli").joinpath("families.json").read_text())
     if version("transformers") not in known:
         pytest.skip("written for other releases: python -m benchmarks.proved")
@@ -31,7 +31,7 @@ def test_the_list_is_of_the_families_that_the_suite_serves() -> None:
     assert listed["families"]["gemma2"] == ["a window", "keys and values"]
 
 
-def test_a_model_is_checked_from_its_config_alone(tmp_path) -> None:
+def test_a_model_is_checked_from_its_config_alone(tmp_path):
     config_of("gemma2").save_pretrained(tmp_path)
     code, told = run(tmp_path)
     assert code == 0
@@ -43,7 +43,7 @@ def test_a_model_is_checked_from_its_config_alone(tmp_path) -> None:
     assert [one["numbers_per_token"] for one in stated["kept"]] == [0, 64]
 
 
-def test_a_model_that_is_not_served_says_why_and_fails(tmp_path) -> None:
+def test_a_model_that_is_not_served_says_why_and_fails(tmp_path):
     config_of("bloom").save_pretrained(tmp_path)
     code, told = run(tmp_path)
     assert code == 1
@@ -56,7 +56,7 @@ def test_a_model_that_is_not_served_says_why_and_fails(tmp_path) -> None:
     assert json.loads(told)["reason"]
 
 
-def test_inspect_states_the_check_of_the_installed_release(home, store, monkeypatch, tmp_path) -> None:
+def test_inspect_states_the_check_of_the_installed_release(home, store, monkeypatch, tmp_path):
     def line() -> str:
         told = CliRunner().invoke(app, ["inspect", str(store)]).stdout
         return next(line for line in told.splitlines() if line.startswith("checked"))
@@ -69,6 +69,6 @@ def test_inspect_states_the_check_of_the_installed_release(home, store, monkeypa
     assert release in line()
 
 
-def test_recurrent_layers_are_called_so(tmp_path) -> None:
+def test_recurrent_layers_are_called_so(tmp_path):
     config_of("lfm2").save_pretrained(tmp_path)
     assert "2 recurrent  a state of" in run(tmp_path)[1]

@@ -24,18 +24,18 @@ from offload_decode.cli.output import Progress
         (2e15, "2,000 TB"),
     ],
 )
-def test_sizes(amount: float, shown: str) -> None:
+def test_sizes(amount, shown):
     assert output.size(amount) == shown
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")]
 )
-def test_durations(seconds: float, shown: str) -> None:
+def test_durations(seconds, shown):
     assert output.duration(seconds) == shown
 
 
-def test_tables_align_their_columns() -> None:
+def test_tables_align_their_columns():
     assert output.table([["kind", "size"], ["a", "1,000"]]).splitlines() == ["kind   size", "a     1,000"]
 
 
@@ -43,7 +43,7 @@ EVIL = "a\x1b[31m\x9b2J\u202eb\rc\x00\x7f"
 SPELLED = r"a\x1b[31m\x9b2J\u202eb\x0dc\x00\x7f"
 
 
-def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(capsys):
     assert output.shown(f"{EVIL}\n\tnaïve 漢字 🙂") == f"{SPELLED}\n\tnaïve 漢字 🙂"
     assert output.one_line("a\nb\tc") == r"a\x0ab\x09c"
     output.answer(output.table([[EVIL, "1"], ["b\n2", "2"]]))
@@ -55,14 +55,14 @@ def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> N
     assert told.err == f"{SPELLED}\n"
 
 
-def test_generated_text_is_escaped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_text_is_escaped_on_a_terminal_only(monkeypatch):
     for stream, expected in ((io.StringIO(), EVIL), (_Terminal(), SPELLED)):
         monkeypatch.setattr(sys, "stdout", stream)
         output.generated(EVIL)
         assert stream.getvalue() == expected
 
 
-def test_json_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_escapes_control_characters(capsys):
     value = {"name": EVIL, "half": "\ud800", "nan": float("nan"), "of": (1.5, [float("inf")]), "é": "é"}
     output.answer_json(value)
     out = capsys.readouterr().out
@@ -82,9 +82,7 @@ def _count(steps: Progress) -> None:
     steps("publish", 0, 1)
 
 
-def test_without_a_terminal_progress_is_a_line_every_few_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_progress_is_a_line_every_few_seconds(monkeypatch, capsys):
     clock = iter([0.0, 5.0, 20.0, 21.0]).__next__
     monkeypatch.setattr(output.time, "monotonic", clock)
     with Progress() as steps:
@@ -92,9 +90,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(
     assert capsys.readouterr() == ("", "prefill: 100 of 100 tokens, 5 tokens/s, 0.0 s left\n")
 
 
-def test_on_a_terminal_progress_is_a_transient_bar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_terminal_progress_is_a_transient_bar(monkeypatch, capsys):
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -106,7 +102,7 @@ def test_on_a_terminal_progress_is_a_transient_bar(
     assert capsys.readouterr().out == ""
 
 
-def test_quiet_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_is_silent(monkeypatch):
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with Progress(quiet=True) as steps:
@@ -114,7 +110,7 @@ def test_quiet_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_progress_escapes_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_escapes_names(capsys, monkeypatch):
     monkeypatch.setattr(output, "PLAIN_EVERY_S", 0.0)
     with Progress() as steps:
         steps("prefill", 1, 2, f"1 of 2, {EVIL}")

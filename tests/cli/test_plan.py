@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -30,17 +29,17 @@ ROOMY = ("--gpu", "none", "--ram", "64GiB", "--disk", "1TB")
         ("10KiB", 10240),
     ],
 )
-def test_sizes_as_people_write_them(text: str, size: int) -> None:
+def test_sizes_as_people_write_them(text, size):
     assert byte_count(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "much", "16GX", "-1GiB", "0", "0.1", "GiB", "1e9", "16 Gi B"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="is no size"):
         byte_count(text)
 
 
-def test_a_plan_that_fits(home: Path) -> None:
+def test_a_plan_that_fits(home):
     ran = run("plan", "--model", home / "model", "--tokens", "128K", *ROOMY)
     assert ran.code == 0, ran.err
     assert "131,072 tokens" in ran.out
@@ -54,7 +53,7 @@ def test_a_plan_that_fits(home: Path) -> None:
         assert re.search(f"^{name} +{re.escape(output.size(size))} a token$", ran.out, re.MULTILINE)
 
 
-def test_a_chunk_is_chosen_for_a_gpu_unless_it_is_told(home: Path) -> None:
+def test_a_chunk_is_chosen_for_a_gpu_unless_it_is_told(home):
     given = ["plan", "--model", home / "model", "--tokens", "1M", "--ram", "64GiB", "--disk", "1TB", "--json"]
     for gpu, more, chunk in (
         ("none", (), 512),
@@ -66,7 +65,7 @@ def test_a_chunk_is_chosen_for_a_gpu_unless_it_is_told(home: Path) -> None:
         assert told["asked"]["request"]["chunk"] == chunk
 
 
-def test_a_proposal_can_be_asked_for_as_it_is_printed(home: Path) -> None:
+def test_a_proposal_can_be_asked_for_as_it_is_printed(home):
     whole = json.loads(run("plan", "--model", home / "model", "--tokens", "1M", *ROOMY, "--json").out)
     assert whole["asked"]["fits"]
     assert whole["asked"] == whole["proposed"]
@@ -81,7 +80,7 @@ def test_a_proposal_can_be_asked_for_as_it_is_printed(home: Path) -> None:
     assert "It fits" in again.out
 
 
-def test_where_nothing_fits_the_nearest_that_would_is_named(home: Path) -> None:
+def test_where_nothing_fits_the_nearest_that_would_is_named(home):
     ran = run("plan", "--model", home / "model", "--tokens", "1M", "--gpu", "none", "--ram", "64GiB",
               "--disk", "30MB", "--json")  # fmt: skip
     assert ran.code == 1
@@ -108,22 +107,22 @@ def test_where_nothing_fits_the_nearest_that_would_is_named(home: Path) -> None:
         (("--tokens", "1M", "-o", "page_size=many"), "page_size"),
     ],
 )
-def test_wrong_use_is_named(home: Path, args: tuple[str, ...], says: str) -> None:
+def test_wrong_use_is_named(home, args, says):
     assert says in refused(2, "plan", "--model", home / "model", *args)
 
 
-def test_garbage_is_collected_again_after_a_plan(home: Path) -> None:
+def test_garbage_is_collected_again_after_a_plan(home):
     run("plan", "--model", home / "model", "--tokens", "20K", *ROOMY)
     assert gc.isenabled()
     refused(1, "plan", "--model", "/nowhere", "--tokens", "1M")
     assert gc.isenabled()
 
 
-def test_a_model_that_is_not_there_is_named() -> None:
+def test_a_model_that_is_not_there_is_named():
     assert refused(1, "plan", "--model", "/nowhere", "--tokens", "1M").count("/nowhere") == 1
 
 
-def test_what_cannot_fit_is_refused_before_anything_is_loaded(store: Path, tmp_path: Path) -> None:
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(store, tmp_path):
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"question": "q"}\n')
     batch = ("batch", store, "--questions", questions, "--out", tmp_path / "a.jsonl", "-q")
@@ -135,13 +134,13 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(store: Path, tmp_p
 
 
 @pytest.mark.parametrize("command", ["ask", "chat"])
-def test_a_cap_on_a_gpu_that_is_not_used_is_wrong_use(store: Path, command: str) -> None:
+def test_a_cap_on_a_gpu_that_is_not_used_is_wrong_use(store, command):
     question = ["q"] if command == "ask" else []
     wrong = refused(2, command, store, *question, "--device", "cpu", "--gpu-memory", "4GiB")
     assert "runs on the CPU" in wrong
 
 
-def test_an_8b_model_for_a_card_of_16_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_8b_model_for_a_card_of_16_gib(monkeypatch):
     from offload_decode.models import size_estimate as outlines
 
     monkeypatch.setattr(outlines, "outline", lambda model: llama_8b())

@@ -22,9 +22,7 @@ def prefill(home: Path) -> list[str | Path]:
     return ["prefill", home / "corpus.txt", "--model", home / "model"]
 
 
-def test_several_corpora_are_reported_with_their_failures(
-    home: Path, prefill: list[str | Path], tmp_path: Path
-) -> None:
+def test_several_corpora_are_reported_with_their_failures(home, prefill, tmp_path):
     (tmp_path / "more.md").write_text("# More\n\ntext")
     args = [*prefill, tmp_path / "missing.txt", tmp_path / "more.md", "--out", tmp_path / "out"]
     ran = run(*args)
@@ -48,7 +46,7 @@ def test_several_corpora_are_reported_with_their_failures(
     assert "kept, it is there already" in run(*args).err
 
 
-def test_a_slash_makes_out_a_folder(prefill: list[str | Path], tmp_path: Path) -> None:
+def test_a_slash_makes_out_a_folder(prefill, tmp_path):
     ran = run(*prefill, "--out", f"{tmp_path}/out/")
     assert ran.code == 0
     assert "1 made" in ran.err
@@ -58,7 +56,7 @@ def test_a_slash_makes_out_a_folder(prefill: list[str | Path], tmp_path: Path) -
     assert "kept, it is there already" in again.err
 
 
-def test_straight_into_a_bucket(home: Path, prefill: list[str | Path], tmp_path: Path) -> None:
+def test_straight_into_a_bucket(home, prefill, tmp_path):
     url = f"file://{tmp_path}/bucket/a.kv"
     ran = run(*prefill, "--out", url, "--staging", tmp_path / "staging", "--json")
     assert ran.code == 0, ran
@@ -74,23 +72,19 @@ def test_straight_into_a_bucket(home: Path, prefill: list[str | Path], tmp_path:
     assert "of another prefill" in refused(1, *again, "-o", "chunk=8")
 
 
-def test_the_staging_folder_is_in_the_users_cache(
-    prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_staging_folder_is_in_the_users_cache(prefill, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert run(*prefill, "--out", f"file://{tmp_path}/a.kv").code == 0
     assert list((tmp_path / "cache" / "offload-decode" / "staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4-values"])
-def test_how_keys_and_values_are_stored(prefill: list[str | Path], tmp_path: Path, kv: str) -> None:
+def test_how_keys_and_values_are_stored(prefill, tmp_path, kv):
     assert run(*prefill, "--out", tmp_path / "s", "--kv", kv).code == 0
     assert kv_of(KVStore.open(tmp_path / "s").manifest) == kv
 
 
-def test_ask_and_inspect_say_how_the_store_was_made(
-    prefill: list[str | Path], store: Path, tmp_path: Path
-) -> None:
+def test_ask_and_inspect_say_how_the_store_was_made(prefill, store, tmp_path):
     assert run(*prefill, "--out", tmp_path / "s", "--method", "quoka", "--kv", "int8").code == 0
     asked = run("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2")
     assert "approximate: prefilled with quoka (" in asked.err
@@ -115,22 +109,18 @@ def test_ask_and_inspect_say_how_the_store_was_made(
         (["--ram", "lots"], "lots"),
     ],
 )
-def test_wrong_use_is_told_before_the_work(
-    prefill: list[str | Path], tmp_path: Path, more: list[str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_use_is_told_before_the_work(prefill, tmp_path, more, told, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert told in refused(2, *prefill, "--out", tmp_path / "s", *more)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_fit_is_refused(prefill: list[str | Path], tmp_path: Path) -> None:
+def test_what_cannot_fit_is_refused(prefill, tmp_path):
     assert "--ram" in refused(1, *prefill, "--out", tmp_path / "s", "--ram", "1MiB")
     assert not list(tmp_path.iterdir())
 
 
-def test_workers_get_the_options(
-    prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_get_the_options(prefill, tmp_path, monkeypatch):
     from offload_decode.prefill_jobs.on_ray import jobs as ray_jobs
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
@@ -162,7 +152,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_patterns_choose_files_and_skipped_ones_are_named(home: Path, folder: Path, tmp_path: Path) -> None:
+def test_patterns_choose_files_and_skipped_ones_are_named(home, folder, tmp_path):
     patterns = ("--glob", "*.md", "--glob", "*.txt", "--exclude", "b.*")
     args = ["prefill", folder, "--model", home / "model", *patterns]
     ran = run(*args, "--out", tmp_path / "s.kv", "--json")
@@ -183,7 +173,7 @@ def test_patterns_choose_files_and_skipped_ones_are_named(home: Path, folder: Pa
     assert "link.txt" in [one.name for one in KVStore.open(tmp_path / "f.kv").documents]
 
 
-def test_several_corpora_share_the_rules(home: Path, folder: Path, tmp_path: Path) -> None:
+def test_several_corpora_share_the_rules(home, folder, tmp_path):
     folder = folder.rename(tmp_path / "texts")
     args = ["prefill", folder, home / "corpus.txt", "--model", home / "model", "--glob", "*.md"]
     assert run(*args, "--out", tmp_path / "out").code == 0
@@ -195,16 +185,16 @@ def test_several_corpora_share_the_rules(home: Path, folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("more", [["--glob", "*.md"], ["--exclude", "x"], ["--follow-links"]])
-def test_rules_of_folders_need_one(prefill: list[str | Path], tmp_path: Path, more: list[str]) -> None:
+def test_rules_of_folders_need_one(prefill, tmp_path, more):
     assert "apply to folders, and none is given" in refused(2, *prefill, "--out", tmp_path / "s", *more)
 
 
-def test_a_store_and_a_device_are_no_corpora(home: Path, store: Path, tmp_path: Path) -> None:
+def test_a_store_and_a_device_are_no_corpora(home, store, tmp_path):
     for corpus, told in ((store, "is a KV store or belongs to one"), ("/dev/zero", "is not a regular file")):
         assert told in refused(1, "prefill", corpus, "--model", home / "model", "--out", tmp_path / "s")
 
 
-def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home: Path, tmp_path: Path) -> None:
+def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home, tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     text_model(max_position_embeddings=512, rope_parameters=rope).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import boto3
 import pytest
@@ -21,7 +20,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
         yield served
 
 
-def test_a_store_goes_there_and_comes_back(service: Service, store: Path, tmp_path: Path) -> None:
+def test_a_store_goes_there_and_comes_back(service, store, tmp_path):
     url, back = f"s3://bucket{tmp_path}/x.kv", tmp_path / "back.kv"
     pushed = run("push", store, url)
     assert (pushed.code, pushed.out) == (0, "")
@@ -41,7 +40,7 @@ def test_a_store_goes_there_and_comes_back(service: Service, store: Path, tmp_pa
     assert run("pull", url, tmp_path / "quiet.kv", "-q").err == ""
 
 
-def test_refusals(service: Service, store: Path, tmp_path: Path) -> None:
+def test_refusals(service, store, tmp_path):
     url = f"s3://bucket{tmp_path}/x.kv"
     assert "There is no store at s3://" in refused(1, "pull", url, tmp_path / "back.kv")
     assert "There is no store at" in refused(1, "push", tmp_path / "none.kv", url)

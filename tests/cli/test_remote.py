@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fastapi import FastAPI, Request, Response
@@ -49,7 +48,7 @@ def url(app: tuple[FastAPI, str], service: FakeService) -> str:
     return app[1]
 
 
-def test_a_server_answers_with_the_given_options(url: str, service: FakeService) -> None:
+def test_a_server_answers_with_the_given_options(url, service):
     for store in ("book", "book.kv", "some/where/book.kv"):
         ran = run("ask", store, " Who wrote it? ", "--server", url)
         assert (ran.code, ran.out, ran.err) == (0, "Who wrote it?\n", "")
@@ -62,7 +61,7 @@ def test_a_server_answers_with_the_given_options(url: str, service: FakeService)
     assert (told.max_tokens, told.temperature, told.top_p, told.seed) == (3, 0.5, 0.9, 7)
 
 
-def test_json_has_the_fields_of_the_server(url: str) -> None:
+def test_json_has_the_fields_of_the_server(url):
     ran = run("ask", "book", "Who?", "--server", url, "--json", "--cite")
     told = json.loads(ran.out)
     assert (told["question"], told["answer"], told["tokens"], told["finish"]) == ("Who?", "Who?", 4, "stop")
@@ -74,30 +73,30 @@ def test_json_has_the_fields_of_the_server(url: str) -> None:
     assert "citations" not in json.loads(run("ask", "book", "Who?", "--server", url, "--json").out)
 
 
-def test_notes_show_citations_and_cost(url: str) -> None:
+def test_notes_show_citations_and_cost(url):
     ran = run("ask", "book", "Who?", "--server", url, "--cite", "--stats")
     assert ran.out == "Who?\n"
     assert "75%  minutes.txt" in ran.err
     assert f"{STORED:,} of them stored or cached" in ran.err
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(url: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(url):
     told = refused(2, "ask", "no.kv", "q", "--server", url)
     assert told.endswith("has no no.kv: it has book, tiny")
 
 
-def test_an_absent_server_is_an_error_that_says_how_to_start_one() -> None:
+def test_an_absent_server_is_an_error_that_says_how_to_start_one():
     told = refused(1, "ask", "book", "q", "--server", "http://127.0.0.1:9")
     assert "start one with `offload-decode serve STORE`" in told
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://"])
-def test_a_wrong_url_is_refused(url: str) -> None:
+def test_a_wrong_url_is_refused(url):
     assert "is not the URL of a server" in refused(2, "ask", "book", "q", "--server", url)
 
 
 @pytest.mark.parametrize("answer", [None, "<html>", "[1, 2]", '{"data": 7}', '{"data": [7]}', "{"])
-def test_another_http_server_is_recognised(answer: str | None) -> None:
+def test_another_http_server_is_recognised(answer):
     other = FastAPI()
     if answer is not None:
         other.get("/v1/models")(lambda: Response(answer, media_type="application/json"))
@@ -115,7 +114,7 @@ def test_another_http_server_is_recognised(answer: str | None) -> None:
         (['data: {"choices": 7}', ""], "is not an offload-decode server"),
     ],
 )
-def test_a_broken_stream_is_an_error(lines: list[str], says: str) -> None:
+def test_a_broken_stream_is_an_error(lines, says):
     other = FastAPI()
     other.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "book", "object": "model"}]})
     body = "".join(line + "\n" for line in lines)
@@ -124,7 +123,7 @@ def test_a_broken_stream_is_an_error(lines: list[str], says: str) -> None:
         assert says in refused(1, "ask", "book", "q", "--server", url, "--json")
 
 
-def test_keys_of_openai_go_to_nobody_and_no_redirection_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_openai_go_to_nobody_and_no_redirection_is_followed(monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(name, "private")
     seen: list[str] = []
@@ -143,7 +142,7 @@ def test_keys_of_openai_go_to_nobody_and_no_redirection_is_followed(monkeypatch:
 
 
 @pytest.mark.parametrize("given", [["--device", "cpu"], ["--model", "demo"], ["--ram", "1GiB"]])
-def test_options_of_the_server_are_refused(given: list[str], tmp_path: Path) -> None:
+def test_options_of_the_server_are_refused(given, tmp_path):
     told = refused(2, "ask", "book", "q", "--server", "http://127.0.0.1:9", *given)
     assert told.startswith(f"error: {given[0]} is an option of the server")
     (tmp_path / "q.jsonl").write_text('{"question": "q"}')
@@ -151,7 +150,7 @@ def test_options_of_the_server_are_refused(given: list[str], tmp_path: Path) -> 
     assert told == refused(2, "batch", "book", *files, "--server", "http://127.0.0.1:9", *given)
 
 
-def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     (tmp_path / "key").write_text("secret\n")
     with listening(create_app(FakeService(), Access(("secret",)))) as url:
         told = refused(2, "ask", "book", "q", "--server", url)
@@ -163,7 +162,7 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
     assert "cannot be read" in refused(2, "ask", "book", "q", "--server", url, "--api-key-file", tmp_path)
 
 
-def test_errors_of_the_server_are_shown(url: str, service: FakeService) -> None:
+def test_errors_of_the_server_are_shown(url, service):
     assert "temperature" in refused(2, "ask", "book", "q", "--server", url, "--temperature", "3")
     service.early = StoreError("the store is damaged: restore it")
     assert refused(1, "ask", "book", "q", "--server", url) == "error: the store is damaged: restore it"
@@ -172,7 +171,7 @@ def test_errors_of_the_server_are_shown(url: str, service: FakeService) -> None:
     assert (ran.code, ran.err) == (1, "error: the store shrank\n")
 
 
-def test_a_busy_server_is_retried(url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_is_retried(url, service, monkeypatch):
     monkeypatch.setattr(client, "LONGEST_WAIT_S", 0)
     faults = iter([Busy("the queue is full", 1), Busy("the queue is full", 1), None])
     begin = service.chat
@@ -189,7 +188,7 @@ def test_a_busy_server_is_retried(url: str, service: FakeService, monkeypatch: p
     assert refused(1, "ask", "book", "q", "--server", url) == "error: the queue is full"
 
 
-def test_closing_the_stream_cancels_the_request(url: str, service: FakeService) -> None:
+def test_closing_the_stream_cancels_the_request(url, service):
     service.pace_s = 0.05
     with Server(ServerAddress(url)) as server:
         pieces = server.stream("book", [{"role": "user", "content": "x" * 64}], MANNER, ServerAnswer())
@@ -198,7 +197,7 @@ def test_closing_the_stream_cancels_the_request(url: str, service: FakeService) 
         assert service.tickets[0].cancelled.wait(10)
 
 
-def test_a_chat_sends_all_turns(url: str, service: FakeService, tmp_path: Path) -> None:
+def test_a_chat_sends_all_turns(url, service, tmp_path):
     ran = run("chat", "book", "--server", url, stdin="one\ntwo\n/reset\nthree\n")
     assert (ran.code, ran.out) == (0, "one\ntwo\nthree\n")
     sent = [[one["content"] for one in ticket.asked.messages] for ticket in service.tickets]
@@ -210,7 +209,7 @@ def test_a_chat_sends_all_turns(url: str, service: FakeService, tmp_path: Path) 
         assert "chat without --server for that" in told.err
 
 
-def test_a_batch_is_asked_concurrently_and_resumes(url: str, service: FakeService, tmp_path: Path) -> None:
+def test_a_batch_is_asked_concurrently_and_resumes(url, service, tmp_path):
     lines = [{"question": f"What is {n}?", "id": n, "topic": "n"} for n in range(5)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "a.jsonl"
@@ -228,7 +227,7 @@ def test_a_batch_is_asked_concurrently_and_resumes(url: str, service: FakeServic
     assert "1 answer, 4 there already" in ran.err
 
 
-def test_a_batch_names_unanswered_questions(url: str, service: FakeService, tmp_path: Path) -> None:
+def test_a_batch_names_unanswered_questions(url, service, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
     out = tmp_path / "a.jsonl"
     command = ["batch", "book", "no", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
@@ -243,7 +242,7 @@ def test_a_batch_names_unanswered_questions(url: str, service: FakeService, tmp_
     assert "error: the store is damaged (unanswered: 2 questions to book)" in ran.err
 
 
-def test_asking_a_server_skips_slow_imports(url: str) -> None:
+def test_asking_a_server_skips_slow_imports(url):
     ran = apart(LIGHT, "ask", "book", "q", "--server", url, "--cite")
     assert (ran.returncode, ran.stdout) == (0, "q\n")
     assert not set(ran.stderr.splitlines()[-1].split()) & HEAVY

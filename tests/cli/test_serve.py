@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -35,17 +34,17 @@ from tests.cli.conftest import PROGRAM, refused, run
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused(store: Path, args: list[str], told: str) -> None:
+def test_what_cannot_be_served_is_refused(store, args, told):
     assert told in refused(2, "serve", *(str(store) if arg == "STORE" else arg for arg in args))
 
 
-def test_a_port_that_is_taken_is_one_sentence(store: Path) -> None:
+def test_a_port_that_is_taken_is_one_sentence(store):
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} of 127.0.0.1 is taken" in refused(2, "serve", store, "--port", str(port))
 
 
-def test_who_may_ask() -> None:
+def test_who_may_ask():
     open_here = serve._access([], None, ["https://chat.example/"], "127.0.0.1", True)
     assert open_here.hosts == LOOPBACK
     assert open_here.origins == ("https://chat.example",)
@@ -55,7 +54,7 @@ def test_who_may_ask() -> None:
     assert not any(map(is_loopback, ("0.0.0.0", "example.org")))
 
 
-def test_the_defaults_are_those_of_the_settings() -> None:
+def test_the_defaults_are_those_of_the_settings():
     shown = run("serve", "--help").out
     settings = Settings()
     for said in (settings.max_tokens, settings.max_running, settings.max_waiting, settings.deadline_s):
@@ -63,14 +62,14 @@ def test_the_defaults_are_those_of_the_settings() -> None:
     assert (settings.max_prompt, settings.max_body, settings.tail_bytes) == (128 << 10, 32 << 20, 1 << 30)
 
 
-def test_an_address_is_one_that_can_be_clicked() -> None:
+def test_an_address_is_one_that_can_be_clicked():
     with bind("localhost", 0) as bound:
         assert re.fullmatch(r"http://(127\.0\.0\.1|\[::1\]):\d+", address_of(bound))
     assert isinstance(bound, socket.socket)
 
 
 @pytest.mark.slow
-def test_a_server_from_its_start_to_its_end(home: Path) -> None:
+def test_a_server_from_its_start_to_its_end(home):
     command = [*PROGRAM, "serve", str(home), "--port", "0"]
     environment = {**os.environ, "OFFLOAD_DECODE_API_KEY": "sesame"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)

@@ -68,7 +68,7 @@ for pattern in late:
 """
 
 
-def test_ask_skips_slow_imports_and_answers_the_same(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ask_skips_slow_imports_and_answers_the_same(store, monkeypatch):
     monkeypatch.setattr(user_cache, "_known", {})
     monkeypatch.setattr(shape, "_LONG_S", -1.0)  # write the user cache, as the first process does
     here = run("ask", store, "Which colour?", "--max-new-tokens", "4")
@@ -80,7 +80,7 @@ def test_ask_skips_slow_imports_and_answers_the_same(store: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("program", [pytest.param(GIVING_WAY, marks=pytest.mark.slow), LATE])
-def test_stand_ins_give_way_to_the_compiler_and_patterns_are_compiled_when_used(program: str) -> None:
+def test_stand_ins_give_way_to_the_compiler_and_patterns_are_compiled_when_used(program):
     ran = apart(program)
     assert ran.returncode == 0, ran.stderr
 
@@ -98,13 +98,13 @@ for k in (5, np.int32(5)):
 """
 
 
-def test_compiling_is_announced_once(tmp_path: Path) -> None:
+def test_compiling_is_announced_once(tmp_path):
     first, again = (apart(COMPILING, env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}) for _ in range(2))
     assert first.stderr.startswith("compiling the loops")
     assert (first.stderr.count("\n"), again.returncode, again.stderr) == (1, 0, "")
 
 
-def test_a_late_pattern_is_the_pattern() -> None:
+def test_a_late_pattern_is_the_pattern():
     late, pattern = LatePattern(r"(?P<layer>layers\.\d+)\.w", re.IGNORECASE), r"(?P<layer>layers\.\d+)\.w"
     for own in (late, copy.copy(late), copy.deepcopy(late)):
         found = own.search("model.LAYERS.3.w")
@@ -115,7 +115,7 @@ def test_a_late_pattern_is_the_pattern() -> None:
         LatePattern("(").search("")
 
 
-def test_a_file_of_transformers_exports_the_same_names_read_from_its_last_list_on() -> None:
+def test_a_file_of_transformers_exports_the_same_names_read_from_its_last_list_on():
     import transformers
 
     files = sorted(Path(transformers.__file__).parent.glob("models/[a-c]*/*.py"))

@@ -22,7 +22,7 @@ def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_inspect_and_ask_say_which_weights_prefilled(small: Path, store: Path) -> None:
+def test_inspect_and_ask_say_which_weights_prefilled(small, store):
     assert "int8: the keys and values are the quantised model's" in run("inspect", small).out
     assert json.loads(run("inspect", small, "--json").out)["manifest"]["prefill"]["weights"] == "int8"
     assert "quantised" not in run("inspect", store).out
@@ -37,25 +37,25 @@ def test_inspect_and_ask_say_which_weights_prefilled(small: Path, store: Path) -
     assert "quantised" not in run("ask", store, "What?", "--max-new-tokens", "2").err
 
 
-def test_a_store_of_other_weights_is_not_the_one_that_is_asked_for(home: Path, small: Path) -> None:
+def test_a_store_of_other_weights_is_not_the_one_that_is_asked_for(home, small):
     same = ("prefill", home / "corpus.txt", "--model", home / "model", "--device", "cpu", "--out", small)
     assert "kept" in run(*same, "--weights", "int8").err
     assert "weights=int8; asked for is dense" in refused(1, *same)
     assert "weights=int8; asked for is dense chunk=512 weights=int4" in refused(1, *same, "--weights", "int4")
 
 
-def test_several_corpora_are_prefilled_with_such_weights(home: Path, small: Path, tmp_path: Path) -> None:
+def test_several_corpora_are_prefilled_with_such_weights(home, small, tmp_path):
     made = ("--model", home / "model", "--weights", "int8", "--device", "cpu")
     assert run("prefill", home / "corpus.txt", *made, "--out", f"{tmp_path}/out/").code == 0
     assert "int8: the keys and values" in run("inspect", tmp_path / "out" / "corpus.kv").out
 
 
-def test_unknown_weights_are_refused(home: Path, tmp_path: Path) -> None:
+def test_unknown_weights_are_refused(home, tmp_path):
     asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
     assert "choose one of: auto, streamed, int8, int4" in refused(2, *asked, "--weights", "int3")
 
 
-def test_streamed_weights_are_for_a_prefill_on_a_gpu(home: Path, store: Path, tmp_path: Path) -> None:
+def test_streamed_weights_are_for_a_prefill_on_a_gpu(home, store, tmp_path):
     asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
     cpu = ("--weights", "streamed", "--device", "cpu")
     assert "a CPU reads them where they lie: leave --weights out" in refused(2, *asked, *cpu)
@@ -68,7 +68,7 @@ def test_streamed_weights_are_for_a_prefill_on_a_gpu(home: Path, store: Path, tm
     assert "It can be prefilled here with --weights streamed.\n" in ran.out
 
 
-def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch) -> None:
+def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch):
     monkeypatch.setattr("offload_decode.models.size_estimate.outline", lambda _: llama_8b())
     machine = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB")
     ran = run("plan", "--model", "8B", "--tokens", "128K", *machine)
@@ -76,7 +76,7 @@ def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch) -> 
     assert said in ran.out
 
 
-def test_plan_counts_the_prefill_with_the_weights_that_are_asked_for(home: Path) -> None:
+def test_plan_counts_the_prefill_with_the_weights_that_are_asked_for(home):
     planned = ("plan", "--model", "demo", "--tokens", "20000", "--gpu", "none", "--ram", "16GiB")
     small = run(*planned, "--weights", "int4").out
     assert "prefill: weights (int4)" in small

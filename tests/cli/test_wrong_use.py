@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_answers_go_to_a_regular_file(store: Path, questions: Path, tmp_path: Path, kind: str) -> None:
+def test_answers_go_to_a_regular_file(store, questions, tmp_path, kind):
     """A pipe would keep its reader waiting, and /dev/zero never end: earlier answers are read first."""
     out = tmp_path / "out"
     if kind == "folder":
@@ -44,9 +43,7 @@ def test_answers_go_to_a_regular_file(store: Path, questions: Path, tmp_path: Pa
     assert expected in told
 
 
-def test_answers_that_cannot_be_written_are_refused_before_the_work(
-    store: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_answers_that_cannot_be_written_are_refused_before_the_work(store, questions, tmp_path):
     loop, dead = tmp_path / "loop", tmp_path / "dead"
     loop.symlink_to(loop)
     dead.symlink_to(tmp_path / "no" / "where")
@@ -55,7 +52,7 @@ def test_answers_that_cannot_be_written_are_refused_before_the_work(
     assert "too long" in _batch(store, questions, tmp_path / ("n" * 300))
 
 
-def test_deeply_nested_questions_are_refused(store: Path, questions: Path, tmp_path: Path) -> None:
+def test_deeply_nested_questions_are_refused(store, questions, tmp_path):
     for depth in (101, 900):
         nested = "[" * depth + "]" * depth
         questions.write_text(f'{{"question": "Why?", "more": {nested}}}\n')
@@ -64,9 +61,7 @@ def test_deeply_nested_questions_are_refused(store: Path, questions: Path, tmp_p
 
 
 @pytest.mark.parametrize("out", ["s3://", "gs:///", "file://"])
-def test_a_url_without_a_bucket_is_no_folder_of_this_machine(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
-) -> None:
+def test_a_url_without_a_bucket_is_no_folder_of_this_machine(home, tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     told = refused(2, "prefill", home / "corpus.txt", "--model", home / "model", "--out", out)
     assert "is not the URL of a store" in told
@@ -93,7 +88,7 @@ def test_a_url_without_a_bucket_is_no_folder_of_this_machine(
         ["demo", "--out", ""],
     ],
 )
-def test_an_empty_text_names_nothing(home: Path, command: list[str]) -> None:
+def test_an_empty_text_names_nothing(home, command):
     """An empty path is not the folder that one happens to be in."""
     named = {"MODEL": home / "model", "FOLDER": home, "STORE": home / "store.kv"}
     refused(2, *(named.get(part, part) for part in command))
@@ -106,20 +101,18 @@ def test_an_empty_text_names_nothing(home: Path, command: list[str]) -> None:
         *((token_count, text, "is no number of tokens") for text in (LONG, "9999999999M")),
     ],
 )
-def test_sizes_and_counts_that_no_machine_has(read: Callable[[str], int], text: str, told: str) -> None:
+def test_sizes_and_counts_that_no_machine_has(read, text, told):
     with pytest.raises(ConfigError, match=told) as refusal:
         read(text)
     assert len(str(refusal.value)) < 120
 
 
-def test_a_device_that_only_torch_knows(store: Path) -> None:
+def test_a_device_that_only_torch_knows(store):
     assert "unknown device 'cpu:3'" in refused(2, "ask", store, "q", "--device", "cpu:3")
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe", "dead link"])
-def test_a_model_that_is_no_folder_is_not_looked_for_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_model_that_is_no_folder_is_not_looked_for_elsewhere(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     match kind:
@@ -133,7 +126,7 @@ def test_a_model_that_is_no_folder_is_not_looked_for_elsewhere(
         read_config("model")
 
 
-def test_a_folder_without_a_config_is_named_once(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_named_once(tmp_path):
     with pytest.raises(Exception, match=r"config\.json") as refusal:
         read_config(str(tmp_path))
     assert str(refusal.value).count(str(tmp_path)) == 1
@@ -141,7 +134,7 @@ def test_a_folder_without_a_config_is_named_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("corpus", ["/dev/zero", "missing"])
-def test_a_corpus_that_cannot_be_read_is_refused_before_a_library_is_loaded(corpus: str) -> None:
+def test_a_corpus_that_cannot_be_read_is_refused_before_a_library_is_loaded(corpus):
     script = (
         "import sys\nfrom offload_decode.cli.main import app\n"
         f"try:\n    app(['prefill', '{corpus}', '--model', 'demo', '--out', 's'])\n"
@@ -153,18 +146,18 @@ def test_a_corpus_that_cannot_be_read_is_refused_before_a_library_is_loaded(corp
     assert ran.stderr.count("\n") == 1
 
 
-def test_a_demo_goes_into_a_folder(questions: Path) -> None:
+def test_a_demo_goes_into_a_folder(questions):
     assert "is not a folder" in refused(2, "demo", "--out", questions)
 
 
-def test_a_closed_standard_input_holds_nothing(store: Path) -> None:
+def test_a_closed_standard_input_holds_nothing(store):
     command = f"exec {sys.executable} -c 'from offload_decode.cli.main import main; main()' ask {store} - <&-"
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("error: the question is empty")
 
 
-def test_links_that_lead_nowhere_stop_no_inspection(copy: Callable[[str], Path]) -> None:
+def test_links_that_lead_nowhere_stop_no_inspection(copy):
     store = copy("s.kv")
     assert run("index", store, "--kind", "flat").code == 0
     folder = store.with_name("s.kv.indexes") / "flat"
@@ -175,7 +168,7 @@ def test_links_that_lead_nowhere_stop_no_inspection(copy: Callable[[str], Path])
     assert "flat" in ran.out
 
 
-def test_a_command_ends_silently(store: Path) -> None:
+def test_a_command_ends_silently(store):
     asked = ["ask", str(store), "Why?", "--max-new-tokens", "1"]
     assert run(*asked).code == 0  # from here on its loops are compiled
     ran = apart(MAIN, *asked)

@@ -28,16 +28,16 @@ FAILS = [
 
 
 @pytest.mark.parametrize("text", HOLDS)
-def test_it_holds(text: str) -> None:
+def test_it_holds(text):
     assert Condition.parse(text).holds(ENTRY)
 
 
 @pytest.mark.parametrize("text", FAILS)
-def test_it_does_not_hold(text: str) -> None:
+def test_it_does_not_hold(text):
     assert not Condition.parse(text).holds(ENTRY)
 
 
 @pytest.mark.parametrize("text", ["", "name", "=x", "year 1999", "!=x"])
-def test_what_is_none_is_refused(text: str) -> None:
+def test_what_is_none_is_refused(text):
     with pytest.raises(ConfigError, match="is no condition"):
         Condition.parse(text)

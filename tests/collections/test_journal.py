@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "documents.jsonl"
 
 
-def test_the_last_line_of_a_name_counts(path: Path) -> None:
+def test_the_last_line_of_a_name_counts(path):
     journal = Journal(path)
     for one in (entry("a"), entry("b"), entry("a", 2, year=1999)):
         journal.put(one)
@@ -34,7 +34,7 @@ def test_the_last_line_of_a_name_counts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 10, 100])
-def test_a_torn_line_does_not_count_and_is_cut_off(path: Path, cut: int) -> None:
+def test_a_torn_line_does_not_count_and_is_cut_off(path, cut):
     journal = Journal(path)
     journal.put(entry("a"))
     before = path.read_bytes()
@@ -47,7 +47,7 @@ def test_a_torn_line_does_not_count_and_is_cut_off(path: Path, cut: int) -> None
     assert set(read(path)[0]) == {"a", "c"}
 
 
-def test_what_no_longer_counts_is_written_no_more(path: Path) -> None:
+def test_what_no_longer_counts_is_written_no_more(path):
     journal = Journal(path)
     journal.put(entry("b"))
     for tokens in range(1, 120):
@@ -79,7 +79,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: json.dumps(wrong)[:40])
-def test_a_line_that_is_none_is_refused_by_its_number(path: Path, wrong: dict[str, Any]) -> None:
+def test_a_line_that_is_none_is_refused_by_its_number(path, wrong):
     lines = [entry("a")._asdict(), entry("b")._asdict() | wrong]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(StoreDamaged, match=r"Line 2 of .* is not that of a document"):
@@ -87,13 +87,13 @@ def test_a_line_that_is_none_is_refused_by_its_number(path: Path, wrong: dict[st
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b'{"name": NaN}', b"\xff", b"3", b"[" * 10_000])
-def test_what_is_no_object_is_refused(path: Path, line: bytes) -> None:
+def test_what_is_no_object_is_refused(path, line):
     path.write_bytes(line + b"\n")
     with pytest.raises(StoreDamaged):
         read(path)
 
 
-def test_lines_are_bounded(path: Path) -> None:
+def test_lines_are_bounded(path):
     with pytest.raises(ConfigError, match="say less of it"):
         Journal(path).put(entry("a", text="x" * LONGEST))
     path.write_bytes(b"x" * (LONGEST + 2))
@@ -101,14 +101,14 @@ def test_lines_are_bounded(path: Path) -> None:
         read(path)
 
 
-def test_only_a_plain_file_is_read(path: Path) -> None:
+def test_only_a_plain_file_is_read(path):
     os.rename(path, path.with_name("other"))
     path.symlink_to(path.with_name("other"))
     with pytest.raises(StoreDamaged, match="it is a link"):
         read(path)
 
 
-def test_a_line_that_a_full_disk_cut_off_does_not_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_a_full_disk_cut_off_does_not_stay(path, monkeypatch):
     journal = Journal(path)
     journal.put(entry("a"))
 
@@ -125,12 +125,12 @@ def test_a_line_that_a_full_disk_cut_off_does_not_stay(path: Path, monkeypatch: 
     assert set(read(path)[0]) == {"a", "c"}
 
 
-def test_half_a_character_is_refused() -> None:
+def test_half_a_character_is_refused():
     with pytest.raises(ValueError, match="half a character"):
         check_metadata({"author": "\ud800"})
 
 
-def test_it_never_grows_beyond_what_can_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_never_grows_beyond_what_can_be_read(path, monkeypatch):
     for number in range(10):
         journal = Journal(path)
         journal.put(entry("a", number + 1))

@@ -54,7 +54,7 @@ def bm25(question: str, k1: float = 1.2, b: float = 0.75) -> list[int]:
     "question",
     ["Where is the brisk lantern?", "ships", "which city has a harbour and ships", "lantern ships"],
 )
-def test_the_order_is_that_of_bm25(path: Path, question: str) -> None:
+def test_the_order_is_that_of_bm25(path, question):
     assert ranked(path, question) == bm25(question)
 
 
@@ -74,17 +74,17 @@ def rewrite_schema(path: Path, change: str, *given: object) -> None:
         connection.commit()
 
 
-def test_marks_and_accents_do_not_matter(path: Path) -> None:
+def test_marks_and_accents_do_not_matter(path):
     number = number_of(next(store for store, text in TEXTS.items() if "Brücke" in text))
     assert ranked(path, "BRUCKE") == ranked(path, "brücke!") == [number]
 
 
 @pytest.mark.parametrize("question", ["", "?!", '"', "text:", "NEAR(", "* OR -", "absent"])
-def test_what_is_no_word_of_a_document_finds_nothing(path: Path, question: str) -> None:
+def test_what_is_no_word_of_a_document_finds_nothing(path, question):
     assert ranked(path, question) == []
 
 
-def test_what_is_removed_is_not_found(path: Path) -> None:
+def test_what_is_removed_is_not_found(path):
     kept = list(TEXTS)[1:]
     with Words(path) as words:
         words.keep(kept)
@@ -93,7 +93,7 @@ def test_what_is_removed_is_not_found(path: Path) -> None:
     assert len(ranked(path, "a is der")) == 3
 
 
-def test_a_damaged_file_is_told(path: Path) -> None:
+def test_a_damaged_file_is_told(path):
     path.write_bytes(b"no database" * 1000)
     refused(path, "remove it, and collect again")
     path.unlink()
@@ -109,13 +109,13 @@ def test_a_damaged_file_is_told(path: Path) -> None:
         "CREATE TRIGGER t AFTER INSERT ON words_config BEGIN SELECT 1; END",
     ],
 )
-def test_other_tables_views_and_triggers_are_refused(path: Path, added: str) -> None:
+def test_other_tables_views_and_triggers_are_refused(path, added):
     with sqlite3.connect(path) as connection:
         connection.execute(added)
     refused(path, "other tables")
 
 
-def test_a_link_is_not_followed(path: Path) -> None:
+def test_a_link_is_not_followed(path):
     path.rename(path.with_name("other"))
     path.symlink_to(path.with_name("other"))
     refused(path, "not a plain file")
@@ -133,7 +133,7 @@ def journal_that_names(victim: Path, database: Path) -> bytes:
     return header.ljust(sector, b"\0") + first + name + length + checksum + magic
 
 
-def test_a_journal_from_elsewhere_removes_no_file(path: Path, tmp_path: Path) -> None:
+def test_a_journal_from_elsewhere_removes_no_file(path, tmp_path):
     victim = tmp_path / "victim.txt"
     victim.write_text("mine")
     journal = path.with_name(f"{WORDS}-journal")
@@ -145,12 +145,12 @@ def test_a_journal_from_elsewhere_removes_no_file(path: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("end", ["-wal", "-shm"])
-def test_what_we_do_not_write_is_refused(path: Path, end: str) -> None:
+def test_what_we_do_not_write_is_refused(path, end):
     path.with_name(WORDS + end).touch()
     refused(path, "is not of a collection")
 
 
-def test_a_document_of_many_words_shuts_no_reader_out(path: Path) -> None:
+def test_a_document_of_many_words_shuts_no_reader_out(path):
     with Words(path) as words:
         words.put(f"stores/55/{'5' * 32}.kv", " ".join(map(str, range(200_000))))
         assert ranked(path, "ships") == bm25("ships")
@@ -165,7 +165,7 @@ UNSPACED = {
 }
 
 
-def test_writing_without_spaces_is_found(tmp_path: Path) -> None:
+def test_writing_without_spaces_is_found(tmp_path):
     stores = {digit: f"stores/{digit * 2}/{digit * 32}.kv" for digit in UNSPACED}
     with Words(tmp_path / WORDS) as words:
         for digit, (text, _) in UNSPACED.items():
@@ -174,7 +174,7 @@ def test_writing_without_spaces_is_found(tmp_path: Path) -> None:
         assert ranked(tmp_path / WORDS, question)[0] == number_of(stores[digit])
 
 
-def test_what_was_written_verifies_and_leaves_the_file_alone(path: Path) -> None:
+def test_what_was_written_verifies_and_leaves_the_file_alone(path):
     before = path.read_bytes()
     verify(path, TEXTS)
     assert path.read_bytes() == before
@@ -183,7 +183,7 @@ def test_what_was_written_verifies_and_leaves_the_file_alone(path: Path) -> None
             verify(path, stores)
 
 
-def test_a_text_that_is_not_what_is_searched_is_told(path: Path) -> None:
+def test_a_text_that_is_not_what_is_searched_is_told(path):
     data = path.read_bytes()
     for word, other in ((b"Nothing of", b"Nothinh of"), (b"brisk lantern is", b"brisk lantern it")):
         assert data.count(word) == 1
@@ -192,7 +192,7 @@ def test_a_text_that_is_not_what_is_searched_is_told(path: Path) -> None:
             verify(path, TEXTS)
 
 
-def test_no_flipped_bit_changes_an_answer_unseen(path: Path) -> None:
+def test_no_flipped_bit_changes_an_answer_unseen(path):
     data, questions = path.read_bytes(), ("lantern city", "ships", "brücke der kind")
     right = [ranked(path, question) for question in questions]
     spoilt = bytearray(data)
@@ -208,7 +208,7 @@ def test_no_flipped_bit_changes_an_answer_unseen(path: Path) -> None:
         assert found == right, bit
 
 
-def test_what_sqlite_says_of_a_file_is_one_short_sentence(path: Path) -> None:
+def test_what_sqlite_says_of_a_file_is_one_short_sentence(path):
     rewrite_schema(path, "name = ?, sql = 'CREATE y' WHERE name = 'words_idx'", "x\n" * 5000)
     refused(path, "cannot be used")
 
@@ -216,7 +216,7 @@ def test_what_sqlite_says_of_a_file_is_one_short_sentence(path: Path) -> None:
 @pytest.mark.parametrize(
     "column", ["c0 AS (zeroblob(1000000000))", "c0 CHECK (randomblob(9))", "c0 DEFAULT (1)"]
 )
-def test_a_table_that_computes_is_refused(path: Path, column: str) -> None:
+def test_a_table_that_computes_is_refused(path, column):
     rewrite_schema(path, "sql = replace(sql, 'c0', ?)", column)
     refused(path, "compute something")
     with pytest.raises(StoreDamaged, match="compute something"):
@@ -224,12 +224,12 @@ def test_a_table_that_computes_is_refused(path: Path, column: str) -> None:
 
 
 @pytest.mark.parametrize("sql", [b"CREATE \xff", None, 7])
-def test_a_schema_that_is_no_text_is_refused(path: Path, sql: object) -> None:
+def test_a_schema_that_is_no_text_is_refused(path, sql):
     rewrite_schema(path, "sql = CAST(? AS TEXT) WHERE name = 'words_idx'", sql)
     refused(path, None)
 
 
-def test_a_length_that_no_memory_holds_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_that_no_memory_holds_is_told(path, monkeypatch):
     def refuse(connection: sqlite3.Connection) -> None:
         raise MemoryError  # as SQLite's own allocations end
 
@@ -238,7 +238,7 @@ def test_a_length_that_no_memory_holds_is_told(path: Path, monkeypatch: pytest.M
         ranked(path, "lantern")
 
 
-def test_what_lies_behind_the_last_page_is_not_taken_along(tmp_path: Path) -> None:
+def test_what_lies_behind_the_last_page_is_not_taken_along(tmp_path):
     """SQLite would not notice terabytes of nothing, and a push would send them."""
     with Words(tmp_path / WORDS):
         pass

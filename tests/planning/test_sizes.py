@@ -173,7 +173,7 @@ def test_an_outline_reads_only_the_config(tmp_path):
     assert found.parameters > 0
 
 
-def test_recurrent_states_are_counted_by_sequence() -> None:
+def test_recurrent_states_are_counted_by_sequence():
     states = (StateShape("conv0", (6, 4), "float16"), StateShape("recurrent0", (2, 3, 5), "float32"))
     layers = (LayerShape(LayerKind.NONE, states=states), LayerShape(LayerKind.FULL, 1, 8, 8))
     shape = ModelShape((layers[0], layers[1], layers[0]), 1)
