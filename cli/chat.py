@@ -84,12 +84,14 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
 
 
+@dataclass
 class Transcript:
     """An engine, and the questions and answers after the stored tokens."""
 
-    def __init__(self, engine: Engine, max_new_tokens: int, sampler: Sampler):
-        self.engine, self.max_new_tokens, self.sampler = engine, max_new_tokens, sampler
-        self.turns: list[Turn] = []
+    engine: Engine
+    max_new_tokens: int
+    sampler: Sampler
+    turns: list[Turn] = field(default_factory=list)
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer piece by piece.
@@ -173,27 +175,27 @@ class Transcript:
         return self.engine.decode(turn.tokens).strip()
 
 
+@dataclass
 class RemoteTranscript:
     """A conversation that is sent whole with each question: the server caches what it has run."""
 
-    def __init__(self, server: Server, name: str, wanted: AnswerOptions):
-        self.server, self.name, self.wanted = server, name, wanted
-        self.messages: list[dict[str, str]] = []
-        self.turns: list[Turn] = []
+    server: Server
+    name: str
+    wanted: AnswerOptions
+    turns: list[dict[str, str]] = field(default_factory=list)  # messages
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer; if interrupted, the part that arrived stays."""
         answer, message = client.ServerAnswer(), {"role": "assistant", "content": ""}
-        messages = [*self.messages, *client.conversation(question)]
+        messages = [*self.turns, *client.conversation(question)]
         for piece in self.server.stream(self.name, messages, self.wanted, answer):
             if not message["content"]:
-                self.messages = [*messages, message]
-                self.turns.append(Turn(question))
+                self.turns = [*messages, message]
             message["content"] = answer.text
             yield piece
 
     def reset(self) -> None:
-        self.messages, self.turns = [], []
+        self.turns = []
 
     def save(self, file: Path) -> None:
         """Raises `ConfigError`: a saved conversation needs the tokens, which only the server has."""
@@ -207,12 +209,12 @@ class RemoteTranscript:
         return 0
 
 
+@dataclass
 class _Chat:
     """Reads and answers lines. An error ends only its line at a terminal, and the command elsewhere."""
 
-    def __init__(self, transcript: Transcript | RemoteTranscript, at_terminal: bool):
-        self.transcript = transcript
-        self.at_terminal = at_terminal
+    transcript: Transcript | RemoteTranscript
+    at_terminal: bool
 
     def run(self, stored: int) -> None:
         if self.at_terminal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -305,6 +305,7 @@ def index_kinds(contenders: Sequence[Contender]) -> list[str]:
     return sorted({kind for way in contenders if (kind := index_of(way.options)) is not None})
 
 
+@dataclass(frozen=True)
 class PrefilledStores:
     """Called with a text, gives its store (`evals.runs.Stores`), with the indexes of `kinds`.
 
@@ -313,38 +314,27 @@ class PrefilledStores:
     Otherwise they are gone when they were asked.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        name: str,
-        settings: Settings,
-        kinds: Iterable[str] = (),
-        keep: Path | None = None,
-    ) -> None:
-        self._loaded, self._name, self._settings = loaded, name, settings
-        self._kinds, self._keep = tuple(sorted(set(kinds))), keep
+    loaded: LoadedModel
+    name: str
+    settings: Settings
+    kinds: Iterable[str] = ()
+    keep: Path | None = None
 
     @contextmanager
     def __call__(self, text: str, report: Callable[[int], None]) -> Iterator[KVStore]:
         """The store of a text; `report` is told the tokens that are prefilled."""
-        from offload_decode.prefill_jobs.many import cached_store_name
-
-        if self._keep is not None:
-            self._keep.mkdir(parents=True, exist_ok=True)
-            path = self._keep / cached_store_name(self._loaded, self._settings, text, self._name)
-            yield self._made(text, path, report)
-            return
-        with TemporaryDirectory(prefix="offload-decode-eval-") as folder:
-            yield self._made(text, Path(folder) / "store.kv", report)
-
-    def _made(self, text: str, path: Path, report: Callable[[int], None]) -> KVStore:
         from offload_decode.prefill_jobs.corpus import TextDocument
         from offload_decode.prefill_jobs.job import prefill_texts
-        from offload_decode.prefill_jobs.many import kept
+        from offload_decode.prefill_jobs.many import cached_store_name, kept
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage == "prefill":
                 report(done)
 
-        given = self._loaded, [TextDocument(self._name, text)], path, self._settings
-        return kept(path, lambda: prefill_texts(*given, progress=progress), self._kinds)
+        if self.keep is not None:
+            self.keep.mkdir(parents=True, exist_ok=True)
+        keep = None if self.keep is None else nullcontext(str(self.keep))
+        with keep or TemporaryDirectory(prefix="offload-decode-eval-") as folder:
+            path = Path(folder, cached_store_name(self.loaded, self.settings, text, self.name))
+            given = self.loaded, [TextDocument(self.name, text)], path, self.settings
+            yield kept(path, lambda: prefill_texts(*given, progress=progress), sorted(set(self.kinds)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,11 @@ def refused(code: int, *args: str | Path, stdin: str | bytes | None = None) -> s
     assert ran.err.startswith("error: "), ran.err
     assert ran.err.count("\n") == 1, ran.err
     return ran.err.strip()
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="session")

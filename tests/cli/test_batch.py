@@ -15,7 +15,7 @@ from offload_decode.cli.questions import append_answers, read_answered
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.models import loading
 from offload_decode.prefill_jobs import decoding
-from tests.cli.conftest import Ran, refused, run
+from tests.cli.conftest import Ran, lines_of, refused, run
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "first?", "id": 1, "answers": ["a", "b"]},
@@ -27,10 +27,6 @@ QUESTIONS: list[dict[str, Any]] = [
 def _write(path: Path, questions: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(question) + "\n" for question in questions))
     return path
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
@@ -50,13 +46,13 @@ def test_answers_cite_where_that_is_asked(store, questions, tmp_path):
     out = tmp_path / "out.jsonl"
     assert _batch(questions, out, store, options=("--cite",)).code == 0
     engine = Engine.open(store)
-    for line, asked in zip(_read(out), QUESTIONS, strict=True):
+    for line, asked in zip(lines_of(out), QUESTIONS, strict=True):
         cited = engine.answer(asked["question"], 4, cites=True).citations
         assert [one["name"] for one in line["citations"]] == [one.name for one in cited or ()]
     assert _batch(questions, out, store, options=("--cite",)).err.startswith(f"{out}: 0 answers, 3 there")
     uncited = tmp_path / "uncited.jsonl"
     assert _batch(questions, uncited, store).code == 0
-    assert "citations" not in _read(uncited)[0]
+    assert "citations" not in lines_of(uncited)[0]
     command = ("batch", store, "--questions", questions, "--out", uncited, "--max-new-tokens", "4", "--cite")
     assert "choose another --out" in refused(2, *command)
 
@@ -66,7 +62,7 @@ def test_every_store_answers_every_question(store, copy, questions, tmp_path):
     ran = _batch(questions, tmp_path / "out.jsonl", *stores, options=("--batch-size", "2"))
     assert (ran.code, ran.out) == (0, "")
     engine = Engine.open(store)
-    answers = _read(tmp_path / "out.jsonl")
+    answers = lines_of(tmp_path / "out.jsonl")
     assert [line["store"] for line in answers] == [str(path) for path in stores for _ in QUESTIONS]
     for line, asked in zip(answers, QUESTIONS * 2, strict=True):
         answer = engine.answer(asked["question"], 4)
@@ -87,7 +83,7 @@ def test_a_question_may_name_its_store_by_path_or_by_name(store, copy, tmp_path)
     other = copy("b.kv")
     lines = [{"question": "one", "store": "b.kv"}, {"question": "two", "store": str(store)}]
     assert _batch(_write(tmp_path / "q", lines), tmp_path / "out", store, other).code == 0
-    answered = [(line["store"], line["question"]) for line in _read(tmp_path / "out")]
+    answered = [(line["store"], line["question"]) for line in lines_of(tmp_path / "out")]
     assert answered == [(str(store), "two"), (str(other), "one")]
 
 
@@ -114,7 +110,7 @@ def test_a_store_that_fails_does_not_stop_the_others(store, questions, tmp_path,
     out = tmp_path / "out.jsonl"
     ran = _batch(questions, out, tmp_path / "missing.kv", store)
     assert ran.code == 1
-    assert [line["store"] for line in _read(out)] == [str(store)] * 3
+    assert [line["store"] for line in lines_of(out)] == [str(store)] * 3
     assert "There is no store at" in ran.err
     assert f"(unanswered: 3 questions to {tmp_path / 'missing.kv'})" in ran.err
 
@@ -207,7 +203,7 @@ def test_half_a_surrogate_pair_is_asked_and_answered_once(store, tmp_path):
     questions, out = tmp_path / "q", tmp_path / "out"
     questions.write_text(r'{"question": "\ud800 x", "id": "\udc00", "note": "\ud800"}' + "\n")
     assert _batch(questions, out, store).code == 0
-    (line,) = _read(out)
+    (line,) = lines_of(out)
     assert (line["question"], line["id"], line["note"]) == ("\ufffd x", "\udc00", "\ud800")
     assert "0 answers, 1 there already" in _batch(questions, out, store).err
 

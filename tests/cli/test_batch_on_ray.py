@@ -22,7 +22,7 @@ from offload_decode.prefill_jobs.on_ray import asking
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import Reply
 from offload_decode.types import Answer, StepStats
-from tests.cli.conftest import Ran, refused, run
+from tests.cli.conftest import Ran, lines_of, refused, run
 from tests.prefill_jobs.test_ray import descendants
 
 QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in range(12)]
@@ -86,10 +86,6 @@ def questions(tmp_path: Path) -> Path:
 def batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
     options = ("--max-new-tokens", "4", "--batch-size", "2", *options)
     return run("batch", *stores, "--questions", questions, "--out", out, *options)
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def sorted_lines(path: Path) -> list[str]:

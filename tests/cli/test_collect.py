@@ -12,7 +12,7 @@ import pytest
 from offload_decode import Engine
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import DOCUMENTS
-from tests.cli.conftest import Ran, refused, run
+from tests.cli.conftest import Ran, lines_of, refused, run
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,6 @@ def batch(collection: Path, out: Path, questions: list[dict[str, Any]], *options
     asked = out.with_suffix(".questions")
     asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
     return run("batch", collection, "--questions", asked, "--out", out, "--max-new-tokens", "4", *options)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def answers(collection: Path, question: str) -> dict[str, str]:
@@ -76,7 +72,7 @@ def test_every_document_is_asked_and_named(collection, tmp_path):
     assert all({cited["name"] for cited in one["citations"]} <= {one["document"]} for one in told)
     out = tmp_path / "out.jsonl"
     assert batch(collection, out, [{"question": "Which word?"}], "--all").code == 0
-    assert {line["document"]: line["answer"] for line in lines(out)} == expected
+    assert {line["document"]: line["answer"] for line in lines_of(out)} == expected
     again = batch(collection, out, [{"question": "Which word?"}], "--all")
     assert "0 answers, 3 there already" in again.err
 
@@ -99,14 +95,14 @@ def test_the_documents_that_share_most_words_are_asked(collection, tmp_path):
     out = tmp_path / "out.jsonl"
     asked = [{"question": "Is it alpha?"}, {"question": "Or gamma?"}]
     assert batch(collection, out, asked, "--top", "1").code == 0
-    assert [(line["document"], line["question"]) for line in lines(out)] == [
+    assert [(line["document"], line["question"]) for line in lines_of(out)] == [
         ("alpha.txt", "Is it alpha?"),
         ("gamma.txt", "Or gamma?"),
     ]
     assert "no document contains a word of the question" in refused(2, "ask", collection, "xyzzy")
     out = tmp_path / "others.jsonl"
     ran = batch(collection, out, [{"question": "xyzzy"}, {"question": "Or gamma?"}], "--top", "1")
-    assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["gamma.txt"])
+    assert (ran.code, [line["document"] for line in lines_of(out)]) == (1, ["gamma.txt"])
     assert "error: no document contains a word of line 1 of the questions" in ran.err
     assert "leave one of them out" in refused(2, "ask", collection, question, "--all", "--top", "1")
 
@@ -115,7 +111,7 @@ def test_a_question_may_name_its_document(collection, tmp_path):
     out = tmp_path / "out.jsonl"
     questions = [{"question": "Which?", "document": "beta.txt"}, {"question": "What?"}]
     assert batch(collection, out, questions, "--all").code == 0
-    assert [(line["document"], line["question"]) for line in lines(out)] == [
+    assert [(line["document"], line["question"]) for line in lines_of(out)] == [
         ("alpha.txt", "What?"),
         ("beta.txt", "Which?"),
         ("beta.txt", "What?"),
@@ -133,7 +129,7 @@ def test_conditions_leave_documents_out(home, texts, copied, tmp_path):
     assert "3 kept; it holds 3 documents" in run(*command).err
     out = tmp_path / "out.jsonl"
     assert batch(copied, out, [{"question": "Is it alpha?"}], "--where", "year>=2000", "--top", "3").code == 0
-    assert [line["document"] for line in lines(out)] == ["beta.txt"]
+    assert [line["document"] for line in lines_of(out)] == ["beta.txt"]
     ran = run("ask", copied, "Which?", "--all", "--where", "name=*a*", "--where", "year<2000", "--json")
     assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt"]
     assert "matches none of the 3 documents" in refused(2, "ask", copied, "Which?", "--where", "name=x")
@@ -154,7 +150,7 @@ def test_a_document_that_fails_does_not_stop_the_others(copied, tmp_path):
     assert "error: beta.txt: There is no store at" in ran.err
     out = tmp_path / "out.jsonl"
     ran = batch(copied, out, [{"question": "Which word?"}], "--all")
-    assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["alpha.txt", "gamma.txt"])
+    assert (ran.code, [line["document"] for line in lines_of(out)]) == (1, ["alpha.txt", "gamma.txt"])
 
 
 def test_only_the_stores_that_are_asked_are_looked_at(collection, tmp_path, monkeypatch):

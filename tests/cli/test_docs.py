@@ -33,6 +33,7 @@ def test_the_block_is_replaced_and_nothing_else():
 
 def test_the_reference_is_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
+    assert "$ offload-decode eval needle --help\n" in text
     assert with_reference(text) == text, "run `python -m offload_decode.cli.reference`"
 
 

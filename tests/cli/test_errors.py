@@ -104,6 +104,7 @@ def test_a_model_that_cannot_be_loaded(home, tmp_path):
         (["-o", "index=faiss-hnsw"], "offload-decode index"),
         (["--top-p", "7"], "top_p"),
         (["--device", "abacus"], "unknown device 'abacus'"),
+        (["--device", "cpu:3"], "unknown device 'cpu:3'"),
         (["--model", ""], "the model is empty"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -105,8 +104,3 @@ def test_an_earlier_result_is_kept(store, tmp_path):
     (tmp_path / "fidelity.json").write_text("mine")
     assert "choose another --out" in refused(2, "eval", "fidelity", store, "--out", tmp_path)
     assert (tmp_path / "fidelity.json").read_text() == "mine"
-
-
-def test_without_matplotlib_the_extra_is_named_at_once(store, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'offload-decode[eval]'" in refused(2, "eval", "fidelity", store, "--out", tmp_path)

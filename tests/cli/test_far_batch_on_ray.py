@@ -25,8 +25,8 @@ from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray import asking, workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, TryAgain
-from tests.cli.conftest import Ran, refused, run
-from tests.cli.test_batch_on_ray import lines_of, sorted_lines, write_questions
+from tests.cli.conftest import Ran, lines_of, refused, run
+from tests.cli.test_batch_on_ray import sorted_lines, write_questions
 from tests.prefill_jobs.test_ray import descendants
 
 

@@ -15,7 +15,7 @@ from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.store.files import SEAL
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import lines_of, refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
 
@@ -209,7 +209,7 @@ def test_it_is_asked_where_it_lies(collection, url, tmp_path):
     questions.write_text('{"question": "Which word is beta?"}\n')
     command = ("batch", url, "--all", "--questions", questions, "--out", out, "--max-new-tokens", "3")
     assert run(*command).code == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = lines_of(out)
     assert {line["document"]: line["answer"] for line in lines} == expected
     assert all(line["store"].startswith(f"{url}/stores/") for line in lines)
     assert "0 answers, 3 there already" in run(*command).err

@@ -15,7 +15,7 @@ from offload_decode.common.errors import StoreError
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.security import Access
 from offload_decode.server.requests import Busy
-from tests.cli.conftest import apart, refused, run
+from tests.cli.conftest import apart, lines_of, refused, run
 from tests.server.fakes import STORED, FakeService
 from tests.server.http.conftest import listening
 
@@ -216,7 +216,7 @@ def test_a_batch_is_asked_concurrently_and_resumes(url, service, tmp_path):
     command = ["batch", "x/book.kv", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
     ran = run(*command, "--batch-size", "3", "--cite", "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
-    told = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda line: line["id"])
+    told = sorted(lines_of(out), key=lambda line: line["id"])
     assert [(one["answer"], one["store"], one["topic"]) for one in told] == [
         (line["question"], "x/book.kv", "n") for line in lines
     ]

@@ -107,10 +107,6 @@ def test_sizes_and_counts_that_no_machine_has(read, text, told):
     assert len(str(refusal.value)) < 120
 
 
-def test_a_device_that_only_torch_knows(store):
-    assert "unknown device 'cpu:3'" in refused(2, "ask", store, "q", "--device", "cpu:3")
-
-
 @pytest.mark.parametrize("kind", ["file", "pipe", "dead link"])
 def test_a_model_that_is_no_folder_is_not_looked_for_elsewhere(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
