@@ -221,7 +221,7 @@ def prefill_settings(text: str) -> Settings:
     """How stores are prefilled, as users write it: `quoka:budget=25%`."""
     from offload_decode.prefill_jobs.job import Settings
 
-    (named) = read_contenders([text])
+    (named,) = read_contenders([text])
     return Settings(named.selector, dict(named.options))
 
 

@@ -131,7 +131,7 @@ def ablation(
 def _grid(selector: str, option: Sequence[str]) -> tuple[Contender, ...]:
     values: dict[str, dict[str, None]] = {}
     for pair in option:
-        ((name, value)) = split_pairs([pair]).items()
+        ((name, value),) = split_pairs([pair]).items()
         values.setdefault(name, {})[value] = None
     values.setdefault("budget", {_BUDGET: None})
     ways = list(itertools.islice(itertools.product(*values.values()), _MOST + 1))
