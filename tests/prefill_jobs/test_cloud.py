@@ -67,7 +67,7 @@ def test_run_is_a_prefill_that_the_command_line_understands(task: dict[str, Any]
     assert parsed["model"] == task["envs"]["MODEL"]
     assert arguments[arguments.index("--out") + 1] == "s3://bucket/a name.kv"
     assert parsed["method"] == "quoka"
-    assert parsed["option"] == ["budget=25%"]
+    assert parsed["options"] == ["budget=25%"]
     assert (tmp_path / "where").read_text().strip() == str(tmp_path / "staging")
 
 
