@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.evals.runs import QUESTION, Asked, Results
-from offload_decode.evals.stats import (
-    CONFIDENCE,
-    Difference,
-    difference,
-    holm,
-    paired,
-    paired_difference,
-    unpaired,
-    wilson,
-)
+from offload_decode.evals import stats
+from offload_decode.evals.runs import QUESTION, Asked, Results, flat, grouped
+from offload_decode.evals.stats import CONFIDENCE, Share, wilson
 from offload_decode.evals.summary import Cell, summarize
 
 Key = tuple[str, int]
@@ -42,7 +35,7 @@ class Change:
     way: str
     before: float
     after: float
-    change: Difference
+    change: Share
     pairs: int
     p: float
 
@@ -81,32 +74,31 @@ def compare(first: Results, second: Results) -> Comparison:
             f"{first.path} and {second.path} have no task, length and way of answering in common: "
             "nothing can be compared"
         )
-    texts = _texts(first), _texts(second)
-    cells = []
+    texts, others = _texts(first), _texts(second)
+    cells, changes = [], []
     for place in places:
         one, other = before.by_place[place], after.by_place[place]
-        shared = [key for key in one.scores if texts[0][key] == texts[1].get(key)]
+        shared = [key for key in one.scores if texts[key] == others.get(key)]
         # Runs that share a few questions by chance are two groups: pairs need most of both.
         if 2 * len(shared) <= max(len(one.scores), len(other.scores)):
             shared = []
         cells.append((one, other, shared))
-    tested = []
-    for one, other, shared in cells:
         old, new = ([cell.scores[key] for key in shared or cell.scores] for cell in (one, other))
-        change, pairs, p = _tested(old, new, shared)
-        before_after = one.score.mean, other.score.mean
-        tested.append(Change(one.task, 1, one.length, one.way, *before_after, change, pairs, p))
-    changes = _corrected(tested)
-    changes.sort(key=lambda change: (change.p, -abs(change.change.mean)))
+        means = one.score.mean, other.score.mean
+        changes.append(Change(one.task, 1, one.length, one.way, *means, *_tested(old, new, shared)))
     only = [
-        tuple(_named(place) for place in own.by_place if place not in other.by_place)
+        tuple(
+            f"{task}, {length:,} tokens, {way}"
+            for task, length, way in own.by_place
+            if (task, length, way) not in other.by_place
+        )
         for own, other in ((before, after), (after, before))
     ]
     differs = dict(_differences(first, second))
     same_machine = not any(name.split(".")[0] in _MACHINE for name in differs)
     return Comparison(
         tuple(_corrected(_means(cells))),
-        tuple(changes),
+        tuple(sorted(_corrected(changes), key=lambda change: (change.p, -abs(change.change.mean)))),
         (only[0], only[1]),
         differs,
         _ratio([(one.bytes_moved, other.bytes_moved) for one, other, _ in cells]),
@@ -116,22 +108,16 @@ def compare(first: Results, second: Results) -> Comparison:
 
 def sentence(comparison: Comparison) -> str:
     """The whole comparison in a sentence or two."""
-    of_cells = _of_cells(comparison)
-    if not comparison.means:
-        return of_cells
-    of_means = _told(comparison.means, "mean over all tasks", "means over all tasks")
-    return f"{of_means} {of_cells}"
-
-
-def _of_cells(comparison: Comparison) -> str:
-    told = _told(comparison.changes, "cell", "cells")
-    if any(change.more_than_noise for change in comparison.changes):
-        return told
-    widest = max(max(abs(each.change.low), abs(each.change.high)) for each in comparison.changes)
-    return (
-        f"{told} That is not to say that there is none: changes of up to {100 * widest:.0f} points would fit "
-        "these runs."
-    )
+    told = [_told(comparison.changes, "cell", "cells")]
+    if comparison.means:
+        told.insert(0, _told(comparison.means, "mean over all tasks", "means over all tasks"))
+    if not any(change.more_than_noise for change in comparison.changes):
+        widest = max(max(abs(each.change.low), abs(each.change.high)) for each in comparison.changes)
+        told.append(
+            f"That is not to say that there is none: changes of up to {100 * widest:.0f} points would fit "
+            "these runs."
+        )
+    return " ".join(told)
 
 
 def _told(found: Sequence[Change], one: str, several: str) -> str:
@@ -146,37 +132,30 @@ def _told(found: Sequence[Change], one: str, several: str) -> str:
 
 def _means(cells: Iterable[tuple[Cell, Cell, list[Key]]]) -> Iterator[Change]:
     """Of every way and length of which there is more than one task."""
-    groups: dict[tuple[int, str], list[tuple[Cell, Cell, list[Key]]]] = {}
-    for one, other, shared in cells:
-        groups.setdefault((one.length, one.way), []).append((one, other, shared))
-    for (length, way), group in groups.items():
+    for (length, way), group in grouped(cells, lambda pair: (pair[0].length, pair[0].way)).items():
         if len(group) > 1:
             same = all(shared for _, _, shared in group)
             old = _by_text((one, shared if same else list(one.scores)) for one, _, shared in group)
             new = _by_text((other, shared if same else list(other.scores)) for _, other, shared in group)
-            change, pairs, p = _tested(old, new, same)
-            yield Change("", len(group), length, way, fmean(old), fmean(new), change, pairs, p)
+            yield Change("", len(group), length, way, fmean(old), fmean(new), *_tested(old, new, same))
 
 
 def _by_text(cells: Iterable[tuple[Cell, list[Key]]]) -> list[float]:
     """Mean scores of texts: whoever fails at a text often fails at all its questions."""
-    texts: dict[str, list[float]] = {}
-    for cell, keys in cells:
-        for unit, question in keys:
-            texts.setdefault(unit, []).append(cell.scores[unit, question])
-    return [fmean(scores) for scores in texts.values()]
+    scores = ((unit, cell.scores[unit, question]) for cell, keys in cells for unit, question in keys)
+    return [fmean(score for _, score in own) for own in grouped(scores, itemgetter(0)).values()]
 
 
-def _tested(old: list[float], new: list[float], same: object) -> tuple[Difference, int, float]:
+def _tested(old: list[float], new: list[float], same: object) -> tuple[Share, int, float]:
     """The change, pairs and p of scores: of the `same` questions in the same order, or of two groups."""
     if same:
-        return paired_difference(new, old), len(old), paired(new, old)
-    return difference(wilson(new), wilson(old)), 0, unpaired(new, old)
+        return stats.paired_difference(new, old), len(old), stats.paired(new, old)
+    return stats.difference(wilson(new), wilson(old)), 0, stats.unpaired(new, old)
 
 
 def _corrected(changes: Iterable[Change]) -> list[Change]:
     found = list(changes)
-    return [replace(one, p=p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]
+    return [replace(one, p=p) for one, p in zip(found, stats.holm([one.p for one in found]), strict=True)]
 
 
 def _texts(results: Results) -> dict[tuple[str, int], tuple[object, ...]]:
@@ -191,28 +170,11 @@ def _texts(results: Results) -> dict[tuple[str, int], tuple[object, ...]]:
 
 
 def _differences(first: Results, second: Results) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for one, other in (
-        (first.header.made_with, second.header.made_with),
-        (first.header.configuration, second.header.configuration),
-    ):
-        flat = dict(_flat("", one)), dict(_flat("", other))
-        for name in {**flat[0], **flat[1]}:
-            values = flat[0].get(name), flat[1].get(name)
-            if values[0] != values[1]:
-                yield name, values
-
-
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _named(place: tuple[str, int, str]) -> str:
-    task, length, way = place
-    return f"{task}, {length:,} tokens, {way}"
+    for part in ("made_with", "configuration"):
+        one, other = (dict(flat(getattr(run.header, part))) for run in (first, second))
+        for name in {**one, **other}:
+            if one.get(name) != other.get(name):
+                yield ".".join(name), (one.get(name), other.get(name))
 
 
 def _ratio(pairs: list[tuple[float, float]]) -> float | None:

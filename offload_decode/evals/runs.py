@@ -16,7 +16,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -46,7 +47,7 @@ Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
 Number = Annotated[float, Strict()]
 Amount = Annotated[Number, Field(ge=0, le=MOST)]
 Part = Annotated[Number, Field(ge=0, le=1)]
-RecordT = TypeVar("RecordT")
+RecordT, ItemT, KeyT = TypeVar("RecordT"), TypeVar("ItemT"), TypeVar("KeyT")
 
 
 @dataclass(frozen=True)
@@ -290,11 +291,28 @@ def record(kind: str, of: Asked | Said) -> Record:
     return {"record": kind, **asdict(of)}
 
 
+def grouped(each: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, list[ItemT]]:
+    """The items by what `key` says of them, in the order in which they come."""
+    found: dict[KeyT, list[ItemT]] = defaultdict(list)
+    for item in each:
+        found[key(item)].append(item)
+    return dict(found)
+
+
+def flat(
+    values: Mapping[str, Any], within: Callable[[Any], bool] = lambda value: True, *names: str
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Values by the names on the way to them, through each object that `within` says yes to."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and within(value):
+            yield from flat(value, within, *names, name)
+        else:
+            yield (*names, name), value
+
+
 def questions_and_answers(results: Results) -> Iterator[tuple[Asked, list[Said]]]:
     """Every question with all answers to it. Raises `ConfigError` for records that do not fit together."""
-    answers: dict[tuple[str, int], list[Said]] = {}
-    for said in results.typed(ANSWER, Said):
-        answers.setdefault((said.unit, said.question), []).append(said)
+    answers = grouped(results.typed(ANSWER, Said), lambda said: (said.unit, said.question))
     for asked in results.typed(QUESTION, Asked):
         yield asked, answers.pop((asked.unit, asked.question), [])
     if answers:

@@ -23,19 +23,12 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Share:
-    """A mean of scores from 0 to 1, how many there were, and the interval that holds the true one."""
+    """A mean of scores from 0 to 1, or of differences of them, how many there were, and the interval
+    that holds the true one.
+    """
 
     mean: float
     count: int
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How much larger one share is than another, from -1 to 1, and the interval that holds the true one."""
-
-    mean: float
     low: float
     high: float
 
@@ -49,13 +42,11 @@ class Estimate:
     high: float | None
 
 
-def wilson(scores: Sequence[float], confidence: float = CONFIDENCE) -> Share:
-    """Wilson's score interval (Wilson 1927) of the mean of scores from 0 to 1, at least one.
-
-    For scores between 0 and 1 it is too wide rather than too narrow: of all such scores with a given
-    mean, those that are 0 or 1 vary most.
+def wilson(scores: Sequence[float]) -> Share:
+    """Wilson's score interval (Wilson 1927) of the mean of scores from 0 to 1, at least one. For scores
+    between it is too wide rather than too narrow: of those with a given mean, 0 and 1 vary most.
     """
-    return wilson_of(fmean(scores), len(scores), confidence)
+    return wilson_of(fmean(scores), len(scores))
 
 
 def wilson_of(mean: float, count: int, confidence: float = CONFIDENCE) -> Share:
@@ -65,7 +56,7 @@ def wilson_of(mean: float, count: int, confidence: float = CONFIDENCE) -> Share:
     return Share(mean, count, min(mean, max(0.0, float(low))), max(mean, min(1.0, float(high))))
 
 
-def difference(first: Share, second: Share, correlation: float = 0.0) -> Difference:
+def difference(first: Share, second: Share, correlation: float = 0.0) -> Share:
     """first - second, by squaring and adding the distances to their own limits: Newcombe (1998, Statistics in
     Medicine 17: 873-890, method 10) and, with the correlation of paired scores, 17: 2635-2650, method 8; for
     other means than proportions Zou and Donner (2008, Statistics in Medicine 27: 1693-1702).
@@ -77,13 +68,13 @@ def difference(first: Share, second: Share, correlation: float = 0.0) -> Differe
     mean = first.mean - second.mean
     below = reach(first.mean - first.low, second.high - second.mean)
     above = reach(first.high - first.mean, second.mean - second.low)
-    return Difference(mean, max(-1.0, mean - below), min(1.0, mean + above))
+    return Share(mean, min(first.count, second.count), max(-1.0, mean - below), min(1.0, mean + above))
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Share:
     """`difference` of scores of the same questions, in the same order."""
-    correlation = pearson(np.array(first, np.float64), np.array(second, np.float64))
-    return difference(wilson(first), wilson(second), 0.0 if math.isnan(correlation) else correlation)
+    correlation = np.nan_to_num(pearson(np.array(first, np.float64), np.array(second, np.float64)))
+    return difference(wilson(first), wilson(second), float(correlation))
 
 
 def mean_of(shares: Sequence[Share]) -> Share:
@@ -148,7 +139,7 @@ def holm(values: Sequence[float]) -> list[float]:
     if not values:
         return []
     corrected = library("statsmodels.stats.multitest").multipletests(values, method="holm")[1]
-    return [float(value) for value in corrected]
+    return list(corrected.tolist())
 
 
 def block_mean(runs: Sequence[Array], block: int) -> Estimate:
@@ -184,23 +175,17 @@ def bootstrapped(statistic: Callable[..., Any], *columns: Array) -> Estimate:
     return Estimate(value, float(low), float(high))
 
 
-def pearson(first: Array, second: Array) -> float:
-    """Pearson's correlation of `[n]` and `[n]`; nan where either is the same throughout."""
-    return math.nan if np.ptp(first) == 0 or np.ptp(second) == 0 else float(_correlation(first, second, -1))
-
-
-def spearman(first: Array, second: Array, axis: int = -1) -> Any:
-    """Spearman's rank correlation along an axis: equal values share the mean of their ranks; nan where
-    either is the same throughout.
-    """
-    rankdata = library("scipy.stats").rankdata
-    return _correlation(rankdata(first, axis=axis), rankdata(second, axis=axis), axis)
-
-
-def _correlation(first: Array, second: Array, axis: int) -> Any:
+def pearson(first: Array, second: Array, axis: int = -1) -> Any:
+    """Pearson's correlation along an axis; nan where either is the same throughout, or a single value."""
     stats = library("scipy.stats")
     if first.shape[axis] < 2:
         return math.nan
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # of constant draws: they are nan
         return stats.pearsonr(first, second, axis=axis).statistic
+
+
+def spearman(first: Array, second: Array, axis: int = -1) -> Any:
+    """Spearman's rank correlation, as `pearson`: equal values share the mean of their ranks."""
+    rankdata = library("scipy.stats").rankdata
+    return pearson(rankdata(first, axis=axis), rankdata(second, axis=axis), axis)

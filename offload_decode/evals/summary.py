@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product, takewhile
 from statistics import fmean, median
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.lengths import label
-from offload_decode.evals.runs import GUESSES, Asked, Results, Said, questions_and_answers
-from offload_decode.evals.stats import (
-    CONFIDENCE,
-    Difference,
-    Share,
-    exceeding,
-    larger,
-    mean_of,
-    paired_difference,
-    wilson,
-    wilson_of,
-)
+from offload_decode.evals.runs import GUESSES, Asked, Results, Said, grouped, questions_and_answers
+from offload_decode.evals.stats import CONFIDENCE, Share, exceeding, larger, mean_of, wilson, wilson_of
 
 TRUSTED = 0.9
 """Where dense attention itself scores less, a ratio to it is not given: it would divide noise by noise."""
@@ -38,9 +30,9 @@ class Cell:
     `scores` are by question, in the order of the file. `guess` is the mean score of guesses from the
     question alone, `luckiest` the most that a single one can have scored, `control` the score where the fact
     was taken out of the text (None: not asked). `attended`, `stored` and `bytes_moved` are means of the
-    answers', `seconds` the median; all but `stored` a generated token. `to_dense` compares answers to the
-    same questions. `ruler` is RULER's string match, `exact` and `f1` are SQuAD's measures (None: no short
-    answers).
+    answers', `seconds` the median; all but `stored` a generated token. `ratio` is to dense attention on the
+    same questions, where that is `TRUSTED`. `ruler` is RULER's string match, `exact` and `f1` are SQuAD's
+    measures (None: no short answers).
     """
 
     task: str
@@ -58,14 +50,13 @@ class Cell:
     bytes_moved: float
     seconds: float
     ratio: float | None
-    to_dense: Difference | None
     exact: float | None = None
     f1: float | None = None
 
     @property
     def at_chance(self) -> bool:
         """Whether it is no better than chance, as far as can be told."""
-        return not self.above_chance(CONFIDENCE)
+        return not self.above_chance()
 
     @property
     def chance(self) -> Share:
@@ -77,21 +68,18 @@ class Cell:
             return self.control
         return guess
 
-    def above_chance(self, confidence: float) -> bool:
+    def above_chance(self, confidence: float = CONFIDENCE) -> bool:
         """Whether the score is larger than chance."""
-        return self._luck < (1 - confidence) / 2
+        scores, chance = list(self.scores.values()), self.chance
+        if self.luckiest < 1 and chance is not self.control and any(0 < score < 1 for score in scores):
+            luck = exceeding(scores, self.luckiest, chance.count)
+        else:
+            luck = larger(self.score, chance)
+        return luck < (1 - confidence) / 2
 
     def could_be_above_chance(self, confidence: float) -> bool:
         """Whether right answers to all of its questions would be, or whether these are too few to tell."""
         return larger(Share(1.0, self.score.count, 0.0, 1.0), self.chance) < (1 - confidence) / 2
-
-    @property
-    def _luck(self) -> float:
-        """One-sided p that the score is as large by chance."""
-        scores, chance = list(self.scores.values()), self.chance
-        if self.luckiest < 1 and chance is not self.control and any(0 < score < 1 for score in scores):
-            return exceeding(scores, self.luckiest, chance.count)
-        return larger(self.score, chance)
 
     @property
     def spread(self) -> float:
@@ -142,14 +130,17 @@ class Summary:
 
     def headlines(self) -> list[Headline]:
         """For every length and way."""
-        found = []
-        for length in self.lengths:
-            for way in self.ways:
-                if cells := self.at(length, way):
-                    worst = min(cells, key=lambda cell: (cell.score.mean, cell.score.low))
-                    mean = mean_of([cell.score for cell in cells])
-                    found.append(Headline(length, way, worst, mean, len(cells)))
-        return found
+        return [
+            Headline(
+                length,
+                way,
+                min(cells, key=lambda cell: (cell.score.mean, cell.score.low)),
+                mean_of([cell.score for cell in cells]),
+                len(cells),
+            )
+            for length, way in product(self.lengths, self.ways)
+            if (cells := self.at(length, way))
+        ]
 
     def reaching(self) -> dict[Place, dict[str, Cell | None]]:
         """For every task and length and every selector with several budgets, the cell with the smallest
@@ -163,23 +154,15 @@ class Summary:
                 continue
             for place in dict.fromkeys((cell.task, cell.length) for cell in self.cells):
                 cells = [cell for way in ways if (cell := self.by_place.get((*place, way)))]
-                if not cells or any(cell.ratio is None for cell in cells):
-                    continue
-                enough: Cell | None = None
-                for cell in sorted(cells, key=lambda cell: -cell.attended):
-                    if cell.ratio is None or cell.ratio < REACHED:
-                        break
-                    enough = cell
-                found.setdefault(place, {})[family] = enough
+                if cells and all(cell.ratio is not None for cell in cells):
+                    cells.sort(key=lambda cell: -cell.attended)
+                    enough = [*takewhile(lambda cell: (cell.ratio or 0.0) >= REACHED, cells)]
+                    found.setdefault(place, {})[family] = enough[-1] if enough else None
         return found
 
     def families(self) -> dict[str, list[str]]:
         """Ways that differ in their budget alone, by what they have in common."""
-        found: dict[str, list[str]] = {}
-        for way in self.ways:
-            if way != DENSE:
-                found.setdefault(without_budget(way), []).append(way)
-        return found
+        return grouped((way for way in self.ways if way != DENSE), without_budget)
 
 
 def without_budget(way: str) -> str:
@@ -199,27 +182,24 @@ def budget_of(way: str) -> str | None:
 
 def summarize(results: Results) -> Summary:
     """Of a run that asks questions. Raises `ConfigError` where it has no answers, or records do not fit."""
-    answers: dict[tuple[str, int, str], list[tuple[Asked, Said]]] = {}
-    controls: dict[Place, list[float]] = {}
+    answers: dict[tuple[str, int, str], list[tuple[Asked, Said]]] = defaultdict(list)
+    controls: dict[Place, list[float]] = defaultdict(list)
     for asked, all_said in questions_and_answers(results):
-        place = (asked.task, asked.length)
         for said in all_said:
             if said.control:
-                controls.setdefault(place, []).append(said.score)
+                controls[asked.task, asked.length].append(said.score)
             else:
-                answers.setdefault((*place, said.way), []).append((asked, said))
+                answers[asked.task, asked.length, said.way].append((asked, said))
     if not answers:
         way_out = "let a part of the run finish first"
         if results.finished:
             way_out = f"`eval {results.header.evaluation}` asks none; `eval report` shows what it measured"
         raise ConfigError(f"{results.path} holds no answers to questions: {way_out}")
     cells: dict[tuple[str, int, str], Cell] = {}
-    for task, length, way in sorted(answers, key=lambda key: key[2] != DENSE):
-        dense = cells.get((task, length, DENSE))
-        cells[task, length, way] = _cell(
-            task, length, way, answers[task, length, way], controls.get((task, length), ()), dense
-        )
-    ordered = tuple(cells[key] for key in answers)
+    for place in sorted(answers, key=lambda place: place[2] != DENSE):
+        dense = cells.get((*place[:2], DENSE))
+        cells[place] = _cell(*place, answers[place], controls.get(place[:2]), dense)
+    ordered = tuple(cells[place] for place in answers)
     return Summary(results.header.evaluation, ordered, (len(results.finished), results.header.units))
 
 
@@ -228,31 +208,26 @@ def _cell(
     length: int,
     way: str,
     answers: Sequence[tuple[Asked, Said]],
-    control: Sequence[float],
+    control: Sequence[float] | None,
     dense: Cell | None,
 ) -> Cell:
     scores = {(asked.unit, asked.question): said.score for asked, said in answers}
     if len(scores) < len(answers):
         raise ConfigError(f"a question of task '{task}' has two answers by '{way}': the file was changed")
-    score = wilson(list(scores.values()))
-    seeds: dict[int, list[float]] = {}
+    seeds: dict[int, list[float]] = defaultdict(list)
     for asked, said in answers:
-        seeds.setdefault(asked.seed, []).append(said.score)
+        seeds[asked.seed].append(said.score)
     exact = [said.exact_match for _, said in answers if said.exact_match is not None]
     f1 = [said.f1 for _, said in answers if said.f1 is not None]
-    ratio = to_dense = None
-    if dense is not None and way != DENSE:
-        both = [key for key in scores if key in dense.scores]
-        if both:
-            ours, theirs = [scores[key] for key in both], [dense.scores[key] for key in both]
-            to_dense = paired_difference(ours, theirs)
-            ratio = fmean(ours) / fmean(theirs) if dense.score.mean >= TRUSTED else None
+    ratio, trusted = None, dense is not None and way != DENSE and dense.score.mean >= TRUSTED
+    if dense is not None and trusted and (both := scores.keys() & dense.scores.keys()):
+        ratio = fmean(scores[key] for key in both) / fmean(dense.scores[key] for key in both)
     return Cell(
         task=task,
         length=length,
         way=way,
         scores=scores,
-        score=score,
+        score=wilson(list(scores.values())),
         ruler=wilson([said.ruler_score for _, said in answers]),
         seeds={seed: fmean(seeds[seed]) for seed in sorted(seeds)},
         guess=fmean(asked.guess for asked, _ in answers),
@@ -263,27 +238,13 @@ def _cell(
         bytes_moved=fmean(said.bytes_moved for _, said in answers),
         seconds=median(said.seconds for _, said in answers),
         ratio=ratio,
-        to_dense=to_dense,
         exact=fmean(exact) if exact else None,
         f1=fmean(f1) if f1 else None,
     )
 
 
-HEADING = [
-    "accuracy in %",
-    "way",
-    "tokens",
-    "",
-    "95 %",
-    "string match",
-    "exact",
-    "F1",
-    "control",
-    "guess",
-    "attended",
-    "of dense",
-    "",
-]
+HEADING = ["accuracy in %", "way", "tokens", "", "95 %", "string match", "exact", "F1", "control", "guess"]
+HEADING += ["attended", "of dense", ""]
 
 
 def rows(summary: Summary) -> list[list[str]]:
@@ -292,41 +253,25 @@ def rows(summary: Summary) -> list[list[str]]:
     for head in summary.headlines():
         where = [head.way, label(head.length)]
         if head.tasks > 1:
+            mean = [*where, percent(head.mean.mean), _interval(head.mean)]
             found.append(_row(f"worst: {head.worst.task}", where, head.worst))
-            found.append(_mean_row(where, head))
-        for task in summary.tasks:
-            if cell := summary.by_place.get((task, head.length, head.way)):
-                found.append(_row(task, where, cell))
+            found.append([f"mean of {head.tasks} tasks", *mean, *[""] * 8])
+        found += [_row(cell.task, where, cell) for cell in summary.at(head.length, head.way)]
     return found
 
 
 def _row(name: str, where: list[str], cell: Cell) -> list[str]:
-    return [
-        name,
-        *where,
-        percent(cell.score.mean),
-        interval(cell.score),
-        percent(cell.ruler.mean),
-        "-" if cell.exact is None else percent(cell.exact),
-        "-" if cell.f1 is None else percent(cell.f1),
-        "-" if cell.control is None else percent(cell.control.mean),
-        percent(cell.guess),
-        f"{cell.attended:,.0f}",
-        "-" if cell.ratio is None else percent(cell.ratio),
-        "no better than chance" if cell.at_chance else "",
-    ]
+    control = None if cell.control is None else cell.control.mean
+    shares = map(percent, (cell.ruler.mean, cell.exact, cell.f1, control, cell.guess))
+    cost = [f"{cell.attended:,.0f}", percent(cell.ratio)]
+    told = "no better than chance" if cell.at_chance else ""
+    return [name, *where, percent(cell.score.mean), _interval(cell.score), *shares, *cost, told]
 
 
-def _mean_row(where: list[str], head: Headline) -> list[str]:
-    mean = head.mean
-    return [f"mean of {head.tasks} tasks", *where, percent(mean.mean), interval(mean), *[""] * 8]
-
-
-def percent(share: float) -> str:
+def percent(share: float | None) -> str:
     """A share in percent, with the digits that a few hundred questions give."""
-    return f"{100 * share:.1f}"
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
-def interval(share: Share) -> str:
-    """Its limits in percent."""
+def _interval(share: Share) -> str:
     return f"{100 * share.low:.0f}-{100 * share.high:.0f}"

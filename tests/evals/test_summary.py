@@ -85,7 +85,7 @@ def test_a_ratio_to_dense_stands_only_where_dense_is_right(tmp_path: Path) -> No
             assert cell.ratio == pytest.approx(cell.score.mean)
     assert "Dense attention itself is under 90 % in vt" in " ".join(verdict(found))
     nobody = summary(tmp_path / "other", 1.0, ways=("topk:budget=64",))
-    assert all(cell.ratio is cell.to_dense is None for cell in nobody.cells)
+    assert all(cell.ratio is None for cell in nobody.cells)
 
 
 def test_the_budget_from_which_on_a_task_is_answered_as_densely(tmp_path: Path) -> None:

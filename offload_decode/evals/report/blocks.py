@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offload_decode.evals import plots
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.plots import Line
+from offload_decode.evals.runs import flat
 from offload_decode.evals.stats import Estimate, Share, wilson
 from offload_decode.evals.summary import percent
 
@@ -66,19 +67,18 @@ def described(lines: Iterable[Line], point: Any) -> str:
 
 def pairs(*parts: Mapping[str, Any]) -> Block:
     """Plain values by their names; names of objects within each other are joined."""
-    return {"kind": "pairs", "pairs": [row for part in parts for row in _flat("", part)]}
-
-
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        spoken = f"{prefix} {name}".strip().replace("_", " ")
-        if isinstance(value, dict) and all(isinstance(each, str | int | float) for each in value.values()):
-            yield from _flat("" if name == "versions" else spoken, value)
-        elif isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
-            yield spoken, cut(", ".join(map(str, value)), 1200)
+    rows = []
+    for names, value in (row for part in parts for row in flat(part, lambda each: _plain(each.values()))):
+        if isinstance(value, list) and _plain(value):
+            text = ", ".join(map(str, value))
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            yield spoken, cut(text, 1200)
+        rows.append((" ".join(names).removeprefix("versions ").replace("_", " "), cut(text, 1200)))
+    return {"kind": "pairs", "pairs": rows}
+
+
+def _plain(values: Iterable[Any]) -> bool:
+    return all(isinstance(each, str | int | float) for each in values)
 
 
 def cut(text: str, most: int = 400) -> str:
