@@ -84,8 +84,8 @@ def compare(first: Results, second: Results) -> Comparison:
             shared = []
         cells.append((one, other, shared))
         old, new = ([cell.scores[key] for key in shared or cell.scores] for cell in (one, other))
-        means = one.score.mean, other.score.mean
-        changes.append(Change(one.task, 1, one.length, one.way, *means, *_tested(old, new, shared)))
+        before_after = one.score.mean, other.score.mean, *_tested(old, new, shared)
+        changes.append(Change(one.task, 1, one.length, one.way, *before_after))
     only = [
         tuple(
             f"{task}, {length:,} tokens, {way}"

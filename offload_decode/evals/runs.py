@@ -47,7 +47,9 @@ Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
 Number = Annotated[float, Strict()]
 Amount = Annotated[Number, Field(ge=0, le=MOST)]
 Part = Annotated[Number, Field(ge=0, le=1)]
-RecordT, ItemT, KeyT = TypeVar("RecordT"), TypeVar("ItemT"), TypeVar("KeyT")
+RecordT = TypeVar("RecordT")
+ItemT = TypeVar("ItemT")
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,23 @@
-"""What parts of the report are made of: notes, tables, figures and numbers, for `page.html.jinja`."""
+"""What parts of the report are made of: notes (plain texts), tables, figures, for `page.html.jinja`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offload_decode.evals import plots
 from offload_decode.evals.contender import DENSE
-from offload_decode.evals.plots import Line
+from offload_decode.evals.lengths import label
+from offload_decode.evals.plots import Line, Point
 from offload_decode.evals.runs import flat
-from offload_decode.evals.stats import Estimate, Share, wilson
+from offload_decode.evals.stats import Share, wilson
 from offload_decode.evals.summary import percent
 
-Block = dict[str, Any]
+Block = dict[str, Any] | str
 Part = tuple[str, list[Block]]
+Rows = Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -31,38 +33,60 @@ class Value:
     left: bool = False
 
 
-def paragraph(text: str, dagger: bool = False) -> Block:
-    return {"kind": "note", "text": text, "dagger": dagger}
-
-
-def table_of(
-    name: str,
-    heading: Sequence[str],
-    groups: Sequence[tuple[str, Sequence[Sequence[Any]]]],
-    caption: str = "",
-    ways: bool = False,
+def table(
+    name: str, heading: Sequence[str], rows: Rows | Mapping[str, Rows], caption: str = "", ways: bool = False
 ) -> Block:
-    """Rows in groups, each with a title ("": none); the first cell of a row names it, and may break behind
-    its commas where it is one of the `ways`. `name` is what a screen reader calls the table.
+    """Rows, or groups of them by their titles; the first cell of a row names it, and may break behind its
+    commas where it is one of the `ways`. `name` is what a screen reader calls the table.
     """
+    groups = list(rows.items()) if isinstance(rows, Mapping) else [("", rows)]
     shown = {"heading": heading, "groups": groups, "caption": caption, "ways": ways}
     return {"kind": "table", "name": name, **shown}
+
+
+def grid(
+    way: str, scores: Mapping[tuple[int, Any], Sequence[float]], places: Mapping[Any, str], below: Rows = ()
+) -> Block:
+    """Accuracies of scores by length and place, lengths across, and named places down."""
+    lengths = sorted({length for length, _ in scores})
+    rows = [
+        [name, *(_grid_cell(scores.get((length, place))) for length in lengths)]
+        for place, name in places.items()
+    ]
+    return table(f"Needles, {way}", ["depth", *map(label, lengths)], [*rows, *below], way)
+
+
+def _grid_cell(scores: Sequence[float] | None) -> Value | str:
+    if not scores:
+        return "–"
+    share = wilson(scores)
+    return Value(f"{100 * share.mean:.0f}", below=(interval(share),), strong=True, share=share.mean)
+
+
+def share_cell(share: Share | None) -> Value | str:
+    return "not asked" if share is None else Value(percent(share.mean), interval(share))
+
+
+def plot(
+    caption: str, lines: Sequence[Line], said: Callable[[Point], str], across: str, more: str = "", **how: Any
+) -> dict[str, str]:
+    """A picture of lines, told to a screen reader point by point; `how` as `plots.lines_svg` has it."""
+    told = "; ".join(f"{line.name}: {', '.join(map(said, line.points))}" for line in lines)
+    return picture(caption, told + more, plots.lines_svg(lines, across, **how))
 
 
 def picture(caption: str, told: str, source: str) -> dict[str, str]:
     return {"caption": caption, "alt": f"{caption}: {told}", "src": source}
 
 
-def pictures(figures: Sequence[Block], styles: dict[str, int] | None = None, band: bool = False) -> Block:
+def pictures(
+    figures: Sequence[Mapping[str, str]], styles: dict[str, int] | None = None, band: bool = False
+) -> Block:
     legend = None
     if styles:
         told = f"Legend: {', '.join([*styles, *([DENSE] if band else [])])}"
         legend = {"alt": told, "src": plots.legend_svg(styles, band)}
     return {"kind": "figures", "figures": figures, "legend": legend}
-
-
-def described(lines: Iterable[Line], point: Any) -> str:
-    return "; ".join(f"{line.name}: {', '.join(map(point, line.points))}" for line in lines)
 
 
 def pairs(*parts: Mapping[str, Any]) -> Block:
@@ -90,37 +114,5 @@ def interval(share: Share) -> str:
     return f"{100 * share.low:.0f}–{100 * share.high:.0f}"
 
 
-def limits(value: Estimate, shown: Any) -> str:
-    if value.low is None or value.high is None:
-        return "–"
-    return f"{shown(value.low)} to {shown(value.high)}"
-
-
-def signed(number: float) -> str:
-    """With a sign in front, `−` for minus; nothing is +0."""
-    text = f"{abs(number):.4f}"
-    return text if float(text) == 0 else ("+" if number > 0 else "−") + text
-
-
 def count(number: float) -> str:
     return f"{number:,.0f}"
-
-
-def byte_size(amount: float) -> str:
-    """Bytes in decimal units."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:,.0f} {unit}" if unit == "bytes" or amount >= 100 else f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:,.3g} TB"
-
-
-def grid_cell(scores: Sequence[float] | None) -> Value | str:
-    if not scores:
-        return "–"
-    share = wilson(scores)
-    return Value(f"{100 * share.mean:.0f}", below=(interval(share),), strong=True, share=share.mean)
-
-
-def share_cell(share: Share | None) -> Value | str:
-    return "not asked" if share is None else Value(percent(share.mean), interval(share))

@@ -1,4 +1,4 @@
-"""Runs as one HTML page that needs nothing from elsewhere: what is shown, for `report.html.jinja` to lay out.
+"""Runs as one HTML page that needs nothing from elsewhere: what is shown, for `page.html.jinja` to lay out.
 
 A part of the page is a title with blocks: notes, tables, figures, examples, pairs of names and values. All
 text is escaped by the template, and what cannot be seen in it is spelled out: models may have written it.
@@ -10,7 +10,6 @@ import base64
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from offload_decode.common.files import NotPlain, open_plain, parse
 from offload_decode.evals import plots, runs
 from offload_decode.evals.extra import REPORT, library, require
 from offload_decode.evals.perplexity import NLL, at_chance, likelihoods
-from offload_decode.evals.report.answers import answered, headline
+from offload_decode.evals.report import parts
 from offload_decode.evals.report.blocks import Block, Part, pairs
-from offload_decode.evals.report.measures import entropy, fidelity, keys, likelihood, needles
 from offload_decode.evals.runs import ANSWER, Results, questions_and_answers
 from offload_decode.evals.sparsity import SPARSITY
 from offload_decode.evals.summary import summarize
@@ -39,20 +37,6 @@ _TITLES = {
     "perplexity": "Perplexity",
     "sparsity": "Sparsity",
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is shown of a file: `warnings` first, then the `opening` blocks, then titled parts."""
-
-    title: str
-    model: str
-    lead: str
-    file: str
-    warnings: Sequence[str]
-    grave: bool
-    opening: Sequence[Block]
-    parts: Sequence[Part]
 
 
 def page(paths: Sequence[Path]) -> str:
@@ -75,8 +59,9 @@ def page(paths: Sequence[Path]) -> str:
     environment.filters["breakable"] = breakable
     template = environment.from_string(folder.joinpath("page.html.jinja").read_text(encoding="utf-8"))
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    models = dict.fromkeys(Path(run["model"]).name or run["model"] for run in runs)
     text: str = template.render(
-        title=f"Evaluation of {', '.join(dict.fromkeys(Path(run.model).name or run.model for run in runs))}",
+        title=f"Evaluation of {', '.join(models)}",
         runs=runs,
         style=markup(style),
         digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
@@ -105,65 +90,62 @@ def read(path: Path) -> Results | Mapping[str, Any]:
     return value
 
 
-def _run(path: Path) -> Run:
+def _run(path: Path) -> dict[str, Any]:
+    """What is shown of a file: `warnings` first, then the `opening` blocks, then titled `parts`."""
     found = read(path)
     if isinstance(found, Results):
-        return _of_results(path, found)
-    configuration = found["configuration"]
-    shown = {"cells": needles, "entries": fidelity}
-    name = next((name for name in shown if name in found), None)
+        made_with, shown = found.header.made_with, _of_results(path, found)
+    else:
+        made_with, shown = found["configuration"], _of_object(path, found)
+    model = str(made_with.get("model", "?"))
+    made = [str(made_with[key]) for key in ("dtype", "device") if key in made_with]
+    return {"model": model, "lead": ", ".join([model, *made, path.name]), "file": path.name, **shown}
+
+
+def _of_object(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    show = {"cells": parts.needles, "entries": parts.fidelity}
+    name = next((name for name in show if name in found), None)
     if name is None:
         raise ConfigError(f"{path} is no file of an evaluation: it has neither cells nor entries")
     try:
-        title, warnings, parts = shown[name](found)
+        title, warnings, shown = show[name](found)
     except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
         file = "needle.json" if name == "cells" else "fidelity.json"
         raise ConfigError(
             f"this is no {file} of this release: its {name} are not whole ({error!r:.80})"
         ) from error
-    parts.append(("Measured with", [pairs(configuration, {"file": path.name})]))
-    model = str(configuration.get("model", "?"))
-    return Run(title, model, _lead(configuration, model, path), path.name, warnings, True, [], parts)
+    shown.append(("Measured with", [pairs(found["configuration"], {"file": path.name})]))
+    return {"title": title, "warnings": warnings, "grave": True, "opening": [], "parts": shown}
 
 
-def _of_results(path: Path, found: Results) -> Run:
+def _of_results(path: Path, found: Results) -> dict[str, Any]:
     header = found.header
     warnings: list[str] = []
     opening: list[Block] = []
-    parts: list[Part] = []
+    shown: list[Part] = []
     grave = True
+    if found.of(SPARSITY):
+        shown = [
+            ("Keys that hold the attention", parts.keys(found)),
+            ("Does entropy predict the budget?", parts.entropy(found)),
+        ]
     if found.of(ANSWER):
         summary = summarize(found)
         warnings, grave = verdict(summary), len(tasks_at_chance(summary)) == len(summary.tasks)
-        opening = headline(summary)
-        parts += answered(list(questions_and_answers(found)), summary)
-    if found.of(SPARSITY):
-        parts = [
-            ("Keys that hold the attention", keys(found)),
-            ("Does entropy predict the budget?", entropy(found)),
-            *parts,
-        ]
+        opening = parts.headline(summary)
+        shown += parts.answered(list(questions_and_answers(found)), summary)
     if found.of(NLL):
         lines = likelihoods(found)
-        if not opening:
-            warnings = at_chance(lines)
-        parts += likelihood(found, lines)
-    if not parts:
+        warnings = warnings if opening else at_chance(lines)
+        shown += parts.likelihood(found, lines)
+    if not shown:
         raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
-    model = str(header.made_with.get("model", "?"))
     about = {
         "evaluation": header.evaluation,
         "started": header.started,
         "finished": f"{len(found.finished):,} of {header.units:,} parts",
         "file": path.name,
     }
-    parts.append(("Measured with", [pairs(about, header.made_with, header.configuration)]))
+    shown.append(("Measured with", [pairs(about, header.made_with, header.configuration)]))
     title = _TITLES.get(header.evaluation, header.evaluation)
-    lead = _lead(header.made_with, model, path)
-    return Run(title, model, lead, path.name, warnings, grave, opening, parts)
-
-
-def _lead(made_with: Mapping[str, Any], model: str, path: Path) -> str:
-    return ", ".join(
-        [model, *(str(made_with[key]) for key in ("dtype", "device") if key in made_with), path.name]
-    )
+    return {"title": title, "warnings": warnings, "grave": grave, "opening": opening, "parts": shown}
