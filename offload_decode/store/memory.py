@@ -163,7 +163,16 @@ class _Head:
 
     def __init__(self, manifest: Manifest, keys: Array, values: Array) -> None:
         self._manifest = manifest
-        self.keys, self.values = (_read_only(np.ascontiguousarray(rows)) for rows in (keys, values))
+        self._given = keys, values
+
+    # Copied at first use: what nobody reads may be a view of any size.
+    @cached_property
+    def keys(self) -> Array:
+        return _read_only(np.ascontiguousarray(self._given[0]))
+
+    @cached_property
+    def values(self) -> Array:
+        return _read_only(np.ascontiguousarray(self._given[1]))
 
     @cached_property
     def key_norms(self) -> Array:

@@ -17,7 +17,8 @@ from offload_decode.common.rows import encodings
 from offload_decode.indexes import Hits, VectorIndex, get, keys_digest
 
 ENCODINGS = [encodings.INT8, encodings.INT4]
-FORMS = [np.float16, ml_dtypes.bfloat16, np.float32, *ENCODINGS]
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
+FORMS = [*DTYPES, *ENCODINGS]
 DIM = 32
 Array = npt.NDArray[Any]
 

@@ -11,7 +11,8 @@ from offload_decode.engine.engine import Engine
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.models.loading import wrap
 from tests.long_stores import FORMS, TOKENS, cells_read, long_store, rebuilt
-from tests.store.test_bit_flips import flip, verified
+from tests.store.jobs import flipped
+from tests.store.test_bit_flips import verified
 from tests.tiny import text_model, tiny_tokenizer
 
 QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
@@ -111,11 +112,10 @@ def test_a_bit_flipped_in_the_cells_is_named_by_verify_and_searched_by_nobody(tm
     flat = logits(opened((loaded, store), "flat"))
     bits = 8 * file.stat().st_size
     for bit in [3, 70, 200, *np.random.default_rng(0).integers(0, bits, 7).tolist()]:
-        flip(file, bit)
-        assert [problem for problem in verified(tmp_path) if str(file) in problem], bit
-        with pytest.warns(OffloadDecodeWarning, match="All keys are searched"):
-            assert torch.equal(logits(opened((loaded, store))), flat), bit
-        with pytest.raises(VectorIndexError, match="not those that were written"):
-            logits(opened((loaded, store), "clusters"))
-        flip(file, bit)
+        with flipped(file, bit):
+            assert [problem for problem in verified(tmp_path) if str(file) in problem], bit
+            with pytest.warns(OffloadDecodeWarning, match="All keys are searched"):
+                assert torch.equal(logits(opened((loaded, store))), flat), bit
+            with pytest.raises(VectorIndexError, match="not those that were written"):
+                logits(opened((loaded, store), "clusters"))
     assert verified(tmp_path) == []
