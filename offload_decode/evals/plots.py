@@ -6,7 +6,8 @@ import base64
 import io
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -19,6 +20,7 @@ from offload_decode.evals.extra import library
 from offload_decode.evals.fidelity import CONTROLS
 from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
+from offload_decode.evals.runs import grouped
 from offload_decode.evals.stats import Share
 
 if TYPE_CHECKING:
@@ -46,7 +48,9 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "offload-decode",
 }
+_SMALL = {"font.size": 9, "axes.linewidth": 0.6}
 _CELL_INCHES = 0.62
+_PERCENT = {"ticks": [0, 0.25, 0.5, 0.75, 1], "labels": ["0", "25", "50", "75", "100"]}
 # Control characters but tabs and newlines, those that turn the direction of what follows, halves.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
@@ -91,87 +95,74 @@ def lines_svg(
     """A plot of lines with intervals as a data URI. `percent`: values are shares, shown from 0 to 100 %;
     `band`: a share at every place; `rule`: a value that a dotted line marks.
     """
-
-    def draw(figure: Any) -> None:
+    with _figure((5.2, 2.6) if wide else (3.4, 2.4), _SMALL) as figure:
         axis = figure.subplots()
-        places = sorted({point.x for line in lines for point in line.points})
-        if log_x:
-            axis.set_xscale("log", base=2)
-        if log_y:
-            axis.set_yscale("log", base=2)
+        for one, scale, logarithmic in (
+            (axis.xaxis, axis.set_xscale, log_x),
+            (axis.yaxis, axis.set_yscale, log_y),
+        ):
+            if logarithmic:
+                scale("log", base=2)
+                one.set_major_formatter(lambda number, _: _short(number))
+                one.set_minor_locator(library("matplotlib.ticker").NullLocator())
         if rule is not None:
             axis.axhline(rule, color=_CHANCE, linestyle=":", linewidth=1.3)
         if band is not None:
             axis.axhspan(band.low, band.high, color=_INK, alpha=0.1, linewidth=0)
             axis.axhline(band.mean, color=_INK, linestyle="--", linewidth=1.1)
         for number, line in enumerate(lines):
-            x, y = [point.x for point in line.points], [point.y for point in line.points]
-            errors = [
-                [max(0.0, p.y - p.low) for p in line.points],
-                [max(0.0, p.high - p.y) for p in line.points],
-            ]
             # Side by side, so that intervals at one place can be told apart.
             aside = (1 + 0.02 * (number - (len(lines) - 1) / 2)) if log_x else 1.0
-            colour, marker = _style(line.style)
-            shown = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.3}
-            axis.errorbar([aside * at for at in x], y, yerr=errors, elinewidth=0.9, **shown)
-        for one, logarithmic in ((axis.xaxis, log_x), (axis.yaxis, log_y)):
-            if logarithmic:
-                one.set_major_formatter(lambda number, _: _short(number))
-                one.set_minor_locator(library("matplotlib.ticker").NullLocator())
+            below = [max(0.0, point.y - point.low) for point in line.points]
+            above = [max(0.0, point.high - point.y) for point in line.points]
+            x, y = [aside * point.x for point in line.points], [point.y for point in line.points]
+            axis.errorbar(x, y, yerr=[below, above], elinewidth=0.9, linewidth=1.3, **_style(line.style))
+        places = sorted({point.x for line in lines for point in line.points})
         if places and not log_x and all(float(at).is_integer() for at in places) and len(places) <= 8:
             axis.set_xticks(places)
         if percent:
             axis.set_ylim(-0.02, 1.02)
-            axis.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
+            axis.set_yticks(**_PERCENT)
         axis.tick_params(length=0)
         axis.set_xlabel(across)
         axis.grid(axis="y", color=_GRID, linewidth=0.8)
         axis.set_axisbelow(True)
-
-    return _svg((5.2, 2.6) if wide else (3.4, 2.4), draw)
+        return _svg(figure)
 
 
 def shares_svg(rows: Sequence[tuple[str, Share, Share | None]]) -> str:
     """The worst task (a diamond) and the mean (a dot) of every way, from 0 to 100 %, as a data URI."""
-
-    def draw(figure: Any) -> None:
+    with _figure((6.4, 0.9 + 0.34 * len(rows)), _SMALL) as figure:
         axis = figure.subplots()
         for place, (_, worst, mean) in enumerate(rows):
             for share, colour, marker in ((mean, _COLOURS[2], "o"), (worst, _COLOURS[1], "D")):
                 if share is not None:
                     reach = [[share.mean - share.low], [share.high - share.mean]]
-                    axis.errorbar(
-                        [share.mean], [place], xerr=reach, color=colour, marker=marker, markersize=5
-                    )
+                    shown = {"color": colour, "marker": marker, "markersize": 5}
+                    axis.errorbar([share.mean], [place], xerr=reach, **shown)
         axis.set_yticks(range(len(rows)), [visible(fill(name, 34)) for name, _, _ in rows], fontsize=8)
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlim(-0.02, 1.02)
-        axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
+        axis.set_xticks(**_PERCENT)
         axis.set_xlabel("accuracy in %")
         axis.grid(axis="x", color=_GRID, linewidth=0.8)
-
-    return _svg((6.4, 0.9 + 0.34 * len(rows)), draw)
+        return _svg(figure)
 
 
 def legend_svg(names: dict[str, int], band: bool = False) -> str:
     """The names of lines by their style, and of the band of dense attention, as a data URI."""
-
-    def draw(figure: Any) -> None:
-        handle = library("matplotlib.lines").Line2D
-        handles = []
-        for name, style in names.items():
-            colour, marker = _style(style)
-            handles.append(handle([], [], color=colour, marker=marker, markersize=4, label=visible(name)))
+    with _figure((6.4, 0.25 + 0.22 * ((len(names) + band + 1) // 2)), _SMALL) as figure:
+        line = library("matplotlib.lines").Line2D
+        handles = [line([], [], label=visible(name), **_style(style)) for name, style in names.items()]
         if band:
-            handles.append(handle([], [], color=_INK, linestyle="--", label=DENSE))
+            handles.append(line([], [], color=_INK, linestyle="--", label=DENSE))
         figure.legend(handles=handles, loc="center left", ncols=2, frameon=False, fontsize=8)
+        return _svg(figure)
 
-    return _svg((6.4, 0.25 + 0.22 * ((len(names) + band + 1) // 2)), draw)
 
-
-def _style(number: int) -> tuple[str, str]:
-    return _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+def _style(number: int) -> dict[str, Any]:
+    colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+    return {"color": colour, "marker": marker, "markersize": 4}
 
 
 def _short(number: float) -> str:
@@ -182,10 +173,18 @@ def _short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _svg(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
-    style = {"font.size": 9, "axes.linewidth": 0.6}
+@contextmanager
+def _figure(size: tuple[float, float], style: dict[str, Any] | None = None) -> Iterator[Any]:
+    """A figure to draw and save in the project's style."""
+    matplotlib, figures = library("matplotlib"), library("matplotlib.figure")
+    with matplotlib.rc_context(_STYLE | (style or {})), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks a character: it is drawn as a box
+        yield figures.Figure(figsize=size, layout="constrained")
+
+
+def _svg(figure: Any) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    drawn = _drawn(size, draw, style, format="svg", transparent=True, metadata=nothing)
+    drawn = _saved(figure, format="svg", transparent=True, metadata=nothing)
     # A page may hold a hundred: no indentation, names of groups and turns by nothing, two decimals.
     picture = re.sub(rb"\n +", b"\n", drawn[drawn.index(b"<svg") :])
     picture = re.sub(rb'(?<=<g) id="[^"]*"| transform="rotate\(-?0 [^"]*"', b"", picture)
@@ -193,17 +192,8 @@ def _svg(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(picture).decode()}"
 
 
-def _drawn(
-    size: tuple[float, float], draw: Callable[[Any], None], style: dict[str, Any], **saved: Any
-) -> bytes:
-    """A figure in the project's style as the bytes of a file."""
-    matplotlib, figures = library("matplotlib"), library("matplotlib.figure")
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(_STYLE | style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the font lacks a character: it is drawn as a box
-        figure = figures.Figure(figsize=size, layout="constrained")
-        draw(figure)
-        figure.savefig(buffer, **saved)
+def _saved(figure: Any, **how: Any) -> bytes:
+    figure.savefig(buffer := io.BytesIO(), **how)
     return buffer.getvalue()
 
 
@@ -213,10 +203,9 @@ def save_needles(grid: NeedleGrid, path: Path) -> None:
     """
     columns, rows = len(grid.plan.lengths), len(grid.plan.depths)
     width, height = max(2.6, _CELL_INCHES * columns), max(2.2, _CELL_INCHES * rows)
-
-    def draw(figure: Any) -> None:
-        colour_map = library("matplotlib.colors").LinearSegmentedColormap
-        colours = colour_map.from_list("accuracy", [_LOW, _MIDDLE, _HIGH])
+    colour_map = library("matplotlib.colors").LinearSegmentedColormap
+    colours = colour_map.from_list("accuracy", [_LOW, _MIDDLE, _HIGH])
+    with _figure((3 * width + 1.9, height + 1.9)) as figure:
         axes = figure.subplots(1, len(PANELS), sharey=True)
         for axis, panel in zip(axes, PANELS, strict=True):
             image = _panel(axis, grid, panel, colours)
@@ -233,9 +222,7 @@ def save_needles(grid: NeedleGrid, path: Path) -> None:
         needles = "1 needle" if grid.plan.trials == 1 else f"{grid.plan.trials} needles"
         foot = f"accuracy in %, {needles} in each cell, hidden in: {grid.configuration['text']}"
         figure.supxlabel(foot, fontsize=9, color=_FAINT)
-
-    size = 3 * width + 1.9, height + 1.9
-    files.write(path, _drawn(size, draw, {}, format="png", dpi=160, facecolor="white"))
+        files.write(path, _saved(figure, format="png", dpi=160, facecolor="white"))
 
 
 def _panel(axis: Any, grid: NeedleGrid, panel: Panel, colours: Any) -> Any:
@@ -280,12 +267,13 @@ def save_fidelity(report: FidelityReport, path: Path) -> None:
         f"searched layers {', '.join(map(str, given['searched_layers']))}; "
         f"KL over {given['tokens'] * len(given['questions']):,} generated tokens; controls dashed"
     )
-
-    def draw(figure: Any) -> None:
+    with _figure((12.5, 8.4)) as figure:
         lines = _fidelity_lines(report)
         axes = figure.subplots(2, 2, sharex=True).flatten()
         for axis, (name, value, logarithmic) in zip(axes, _FIDELITY, strict=True):
-            _fidelity_panel(axis, lines, value, logarithmic)
+            for style, entries in lines:
+                axis.plot([entry.budget_tokens for entry in entries], [*map(value, entries)], **style)
+            _fidelity_axes(axis, logarithmic, {entry.budget_tokens for _, own in lines for entry in own})
             axis.set_title(name, fontsize=10.5, loc="left")
         for axis in axes[2:]:
             axis.set_xlabel("budget: stored tokens for each layer and head in a step")
@@ -293,42 +281,29 @@ def save_fidelity(report: FidelityReport, path: Path) -> None:
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9.5)
         figure.suptitle(f"Fidelity to dense attention: {title}", fontsize=13, fontweight="bold")
         figure.supxlabel(foot, fontsize=9, color=_FAINT)
-
-    files.write(path, _drawn((12.5, 8.4), draw, {}, format="png", dpi=130, facecolor="white"))
+        files.write(path, _saved(figure, format="png", dpi=130, facecolor="white"))
 
 
 def _fidelity_lines(report: FidelityReport) -> list[tuple[dict[str, Any], list[Entry]]]:
     """The entries of each label with the style of its line, the controls last; dense attention is none."""
-    by_label: dict[str, list[Entry]] = {}
-    for entry in report.entries:
-        if entry.selector != DENSE:
-            by_label.setdefault(entry.label, []).append(entry)
+    by_label = grouped((e for e in report.entries if e.selector != DENSE), lambda entry: entry.label)
+    # Empty markers: equal selectors lie on each other, and both are seen.
+    shown = {"linewidth": 1.5, "markersize": 6, "markerfacecolor": "none", "markeredgewidth": 1.2}
     styles, controls = zip(cycle(_COLOURS), cycle(_MARKERS), strict=False), cycle("x+")
     lines = []
     for name, entries in sorted(by_label.items(), key=lambda item: item[1][0].selector in CONTROLS):
-        if entries[0].selector in CONTROLS:
-            style = {"color": "#8a9391", "marker": next(controls), "linestyle": "--"}
-        else:
-            colour, marker = next(styles)
-            style = {"color": colour, "marker": marker, "linestyle": "-"}
-        lines.append(({**style, "label": name}, sorted(entries, key=lambda entry: entry.budget_tokens)))
+        control = entries[0].selector in CONTROLS
+        colour, marker = ("#8a9391", next(controls)) if control else next(styles)
+        style = {"color": colour, "marker": marker, "linestyle": "--" if control else "-", "label": name}
+        entries.sort(key=lambda entry: entry.budget_tokens)
+        lines.append(({**style, **shown, "clip_on": False}, entries))
     return lines
 
 
-def _fidelity_panel(
-    axis: Any,
-    lines: list[tuple[dict[str, Any], list[Entry]]],
-    value: Callable[[Entry], float],
-    logarithmic: bool,
-) -> None:
-    # Empty markers: equal selectors lie on each other, and both are seen.
-    shown = {"linewidth": 1.5, "markersize": 6, "markerfacecolor": "none", "markeredgewidth": 1.2}
-    for style, entries in lines:
-        budgets = [entry.budget_tokens for entry in entries]
-        axis.plot(budgets, [value(entry) for entry in entries], clip_on=False, **shown, **style)
+def _fidelity_axes(axis: Any, logarithmic: bool, budgets: set[float]) -> None:
     ticker = library("matplotlib.ticker")
     axis.set_xscale("log")
-    places = sorted({round(entry.budget_tokens) for _, own in lines for entry in own})
+    places = sorted(set(map(round, budgets)))
     axis.xaxis.set_ticks(places, labels=[f"{place:,}" for place in places])
     axis.xaxis.set_minor_locator(ticker.NullLocator())
     if logarithmic:
