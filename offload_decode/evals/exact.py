@@ -27,7 +27,7 @@ class Exact:
     """Dense attention and exact top-k attention, for every k of `ks`, of one layer's rows.
 
     `out [Hkv, R, Dv]`, `lse [Hkv, R]` of dense attention; `top[k] [Hkv, R, Dv]` of the k largest scores, and
-    `kth[k] [Hkv, R]` the smallest of these, both for k < N.
+    `kth[k] [Hkv, R]` the smallest of these, -inf where k is N or more.
     """
 
     def __init__(self, host: HostKV, layer: int, queries: Queries, ks: Collection[int]):
@@ -35,8 +35,8 @@ class Exact:
         self.ks = sorted({k for k in ks if k < host.length})
         self.out, self.lse = empty_state(queries.rows, host.values(layer, 0).dim)
         self.largest = torch.zeros_like(self.lse)
-        self.top = {k: torch.zeros_like(self.out) for k in self.ks}
-        self.kth = {k: torch.zeros_like(self.lse) for k in self.ks}
+        self.top = {k: torch.zeros_like(self.out) if k in self.ks else self.out for k in ks}
+        self.kth = {k: torch.full_like(self.lse, -torch.inf) for k in ks}
         for head in range(len(queries.rows)):
             self._attend(head)
             self._rank(head)
@@ -50,7 +50,7 @@ class Exact:
         of exact top-k attention; search: ‖out − exact top-k‖ / ‖dense‖; so error ≤ approximation + search.
         """
         dense = self.out[:, rows]
-        top = self.top[k][:, rows] if k in self.top else dense
+        top = self.top[k][:, rows]
         found = torch.ones(2, *dense.shape[:2]) if ids is None else self._found(rows, ids, k)
         errors = [_relative(out - dense, dense), _relative(top - dense, dense), _relative(out - top, dense)]
         return torch.cat([found.to(dense.device), torch.stack(errors)])
@@ -93,12 +93,7 @@ class Exact:
         found = torch.zeros(2, *ids.shape[:2], device=self.lse.device)
         for head in range(len(ids)):
             keys, asked = self.host.keys(self.layer, head), self.queries.rows[head, rows]
-            kth = (
-                self.kth[k][head, rows]
-                if k in self.kth
-                else torch.full_like(self.lse[head, rows], -torch.inf)
-            )
-            least = kth - _ROUNDING * self.largest[head, rows]
+            least = self.kth[k][head, rows] - _ROUNDING * self.largest[head, rows]
             lse = self.lse[head, rows]
             for part in self._parts(len(asked), ids.shape[2]):
                 own = ids[head, part].to(asked.device)

@@ -7,10 +7,10 @@ next tokens' probabilities to those of dense attention. The reference is `evals.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Self
 
 import numpy as np
@@ -33,6 +33,7 @@ from offload_decode.evals.recorded_queries import (
     sampled_calls,
     sampled_tokens,
 )
+from offload_decode.evals.runs import grouped, now
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.made_with import made_with
@@ -111,31 +112,40 @@ class Spread:
         return cls(float(values.mean()), *(float(p) for p in np.percentile(values, (50, 95, 99))))
 
 
-@dataclass(frozen=True)
-class HeadFidelity:
-    """One query head of one layer; see `Fidelity`."""
+@dataclass(frozen=True, kw_only=True)
+class Closeness:
+    """Means of recall and mass, and the relative output errors, as `Exact.judge` defines them."""
+
+    recall: float
+    mass: float
+    error: Spread
+    approximation: Spread
+    search: Spread
+
+    @classmethod
+    def of(cls, values: npt.NDArray[np.float64], **about: Any) -> Self:
+        """Of measures `[5, n]` (`MEASURES`)."""
+        recall, mass, *others = values
+        error, approximation, search = map(Spread.of, others)
+        means: dict[str, Any] = {"recall": float(recall.mean()), "mass": float(mass.mean())}
+        return cls(**about, **means, error=error, approximation=approximation, search=search)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFidelity(Closeness):
+    """Of one query head of one layer."""
 
     layer: int
     head: int
-    recall: float
-    mass: float
-    error: Spread
-    approximation: Spread
-    search: Spread
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """Means of recall and mass, and the relative output errors, as `Exact.judge` defines them, over `rows`
-    query rows: those of every searched layer and query head. `worst` has the largest mean error.
+@dataclass(frozen=True, kw_only=True)
+class Fidelity(Closeness):
+    """Over `rows` query rows: those of every searched layer and query head. `worst` has the largest mean
+    error.
     """
 
     rows: int
-    recall: float
-    mass: float
-    error: Spread
-    approximation: Spread
-    search: Spread
     worst: HeadFidelity
     heads: tuple[HeadFidelity, ...]
 
@@ -185,20 +195,13 @@ class FidelityReport:
 def summarize(measured: Mapping[int, Tensor]) -> Fidelity:
     """Of the measures `[5, H, T]` (`MEASURES`) of every layer's heads and rows."""
     heads = tuple(
-        HeadFidelity(layer, head, **_summary(values[:, head].numpy()))
+        HeadFidelity.of(values[:, head].numpy(), layer=layer, head=head)
         for layer, values in measured.items()
         for head in range(values.shape[1])
     )
     rows = torch.cat([values.flatten(1) for values in measured.values()], dim=1).numpy()
     worst = max(heads, key=lambda head: head.error.mean)
-    return Fidelity(rows=rows.shape[1], **_summary(rows), worst=worst, heads=heads)
-
-
-def _summary(values: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Means and spreads of measures `[5, n]` by their names."""
-    named = dict(zip(MEASURES, values, strict=True))
-    means = {name: float(named.pop(name).mean()) for name in ("recall", "mass")}
-    return {**means, **{name: Spread.of(errors) for name, errors in named.items()}}
+    return Fidelity.of(rows, rows=rows.shape[1], worst=worst, heads=heads)
 
 
 CONTROLS = ("random", "streaming")
@@ -220,13 +223,6 @@ def measure(
     """
     budgets = check(store, plan)
     host = HostKV(store, loaded.device)
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
     jobs = [
         (contender, budget)
         for contender in plan.contenders
@@ -234,6 +230,11 @@ def measure(
     ]
     asked = plan.tokens * len(plan.questions)
     total = asked + len(jobs) * (2 * asked + len(sampled_tokens(store)))
+    counted = itertools.count(1)
+
+    def step() -> None:
+        progress(next(counted), total)
+
     runs = [run_dense(loaded, store, question, plan.tokens, step) for question in plan.questions]
     ks = {k for per_layer in budgets.values() for k in per_layer.values() if k is not None}
     live = Source(host, [run.calls for run in runs], ks)
@@ -243,18 +244,47 @@ def measure(
     failures = []
     for contender, budget in jobs:
         per_layer = budgets[DENSE if contender.selector == DENSE else budget]
+        amounts = [k for k in per_layer.values() if k is not None]
         try:
             prefix = _create(host, plan, contender, budget)
-            entries[contender.label, budget] = _entry(
-                loaded, store, contender, budget, prefix, per_layer, runs, stored, live, step
+            sampled, _, _ = stored.judge(prefix, per_layer, step)
+            decoded, searched, whole = live.judge(prefix, per_layer, step)
+            assert decoded is not None, "a dense run has calls"
+            agreed = agreement(
+                [(run.logits, forced(Engine(loaded, store, prefix), run, step)) for run in runs]
             )
         except FAILURES as error:
             failures.append(Failure(contender.label, budget, " ".join(str(error).split())))
-    order = [
-        (contender.label, budget) for budget in (EVERYTHING, *plan.budgets) for contender in plan.contenders
-    ]
-    kept = tuple(entries[key] for key in dict.fromkeys(order) if key in entries)
-    return FidelityReport(_configuration(loaded, store, plan, stored, live), kept, tuple(failures))
+            continue
+        entries[contender.label, budget] = Entry(
+            label=contender.label,
+            selector=contender.selector,
+            options=dict(contender.options),
+            budget=budget,
+            budget_tokens=sum(amounts) / len(amounts),
+            attended=searched.selected / searched.rows,
+            bytes_moved=whole.bytes_moved / sum(len(run.tokens) - 1 for run in runs),
+            stored=sampled,
+            live=decoded,
+            agreement=agreed,
+        )
+    order = itertools.product((EVERYTHING, *plan.budgets), (contender.label for contender in plan.contenders))
+    kept = [entries[label, budget] for budget, label in dict.fromkeys(order) if (label, budget) in entries]
+    configuration = {
+        "store": str(store.path),
+        "store_digest": store.store_digest,
+        "stored_tokens": store.manifest.n_tokens,
+        "searched_layers": list(loaded.shape.full_layers),
+        "query_heads": loaded.shape.query_heads,
+        "kv_heads": loaded.shape.kv_heads,
+        **made_with(loaded),
+        **asdict(plan),
+        "sampled_query_tokens": stored.tokens,
+        "sample_share": SAMPLE_SHARE,
+        "live_query_tokens": live.tokens,
+        "date": now(),
+    }
+    return FidelityReport(configuration, tuple(kept), tuple(failures))
 
 
 class Source:
@@ -264,9 +294,7 @@ class Source:
         self.host = host
         self.conversations = [calls for calls in conversations if calls]
         kv_heads = host.store.manifest.shape.kv_heads
-        by_layer: dict[int, list[Call]] = {}
-        for call in (call for calls in self.conversations for call in calls):
-            by_layer.setdefault(call.layer, []).append(call)
+        by_layer = grouped(itertools.chain.from_iterable(self.conversations), lambda call: call.layer)
         self.tokens = sum(call.query.shape[2] for call in next(iter(by_layer.values()), []))
         self.exact = {
             layer: Exact(host, layer, together([call.queries(kv_heads) for call in calls]), set(ks))
@@ -339,54 +367,3 @@ def _create(host: HostKV, plan: FidelityPlan, contender: Contender, budget: str)
     same = {"schedule": SelectorOptions.schedule, "dense_layers": SelectorOptions.dense_layers, **plan.common}
     options = {**same, **contender.options, "budget": budget}
     return StoredPrefix.over(host, host.store.manifest.shape, contender.selector, options)
-
-
-def _entry(
-    loaded: LoadedModel,
-    store: KVStore,
-    contender: Contender,
-    budget: str,
-    prefix: StoredPrefix,
-    per_layer: Mapping[int, int | None],
-    runs: Sequence[DenseRun],
-    stored: Source,
-    live: Source,
-    step: Callable[[], None],
-) -> Entry:
-    sampled, _, _ = stored.judge(prefix, per_layer, step)
-    decoded, searched, whole = live.judge(prefix, per_layer, step)
-    assert decoded is not None, "a dense run has calls"
-    pairs = [(run.logits, forced(Engine(loaded, store, prefix), run, step)) for run in runs]
-    steps = sum(len(run.tokens) - 1 for run in runs)
-    amounts = [k for k in per_layer.values() if k is not None]
-    return Entry(
-        label=contender.label,
-        selector=contender.selector,
-        options=dict(contender.options),
-        budget=budget,
-        budget_tokens=sum(amounts) / len(amounts),
-        attended=searched.selected / searched.rows,
-        bytes_moved=whole.bytes_moved / steps,
-        stored=sampled,
-        live=decoded,
-        agreement=agreement(pairs),
-    )
-
-
-def _configuration(
-    loaded: LoadedModel, store: KVStore, plan: FidelityPlan, stored: Source, live: Source
-) -> dict[str, Any]:
-    return {
-        "store": str(store.path),
-        "store_digest": store.store_digest,
-        "stored_tokens": store.manifest.n_tokens,
-        "searched_layers": list(loaded.shape.full_layers),
-        "query_heads": loaded.shape.query_heads,
-        "kv_heads": loaded.shape.kv_heads,
-        **made_with(loaded),
-        **asdict(plan),
-        "sampled_query_tokens": stored.tokens,
-        "sample_share": SAMPLE_SHARE,
-        "live_query_tokens": live.tokens,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.recorded_queries import AttentionDemand
-from offload_decode.evals.runs import Count, Number, Record, Results, Text, Unit
+from offload_decode.evals.runs import Count, Number, Record, Results, Text, Unit, grouped
 from offload_decode.evals.stats import Estimate, block_mean
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import encode_text, opening_of
@@ -53,8 +53,7 @@ def behind_store(loaded: LoadedModel, store: KVStore, contender: Contender, toke
     """
     engine = Engine.open(store, loaded, selector=contender.selector, options=contender.options)
     if contender.selector != DENSE:
-        nll = _run(engine, tokens, lambda: None)
-        return Forced(nll, _attended(engine))
+        return _run(engine, tokens)
     prefix = AttentionDemand(engine.prefix)
     conversation = Conversation(loaded, store, prefix)
     shares: list[Tensor] = []
@@ -62,8 +61,7 @@ def behind_store(loaded: LoadedModel, store: KVStore, contender: Contender, toke
     def ran() -> None:
         shares.extend(pass_.tail_share.flatten() for pass_ in prefix.take(conversation.cache))
 
-    nll = _run(conversation, tokens, ran)
-    return Forced(nll, _attended(conversation), float(torch.cat(shares).mean()))
+    return replace(_run(conversation, tokens, ran), tail_share=float(torch.cat(shares).mean()))
 
 
 def behind_window(loaded: LoadedModel, window: Tokens, tokens: Tokens) -> Forced:
@@ -71,11 +69,11 @@ def behind_window(loaded: LoadedModel, window: Tokens, tokens: Tokens) -> Forced
     conversation = without_corpus(loaded, len(window) + len(tokens))
     if len(window):
         conversation.extend(window.tolist())
-    return Forced(_run(conversation, tokens, lambda: None), 0.0)
+    return _run(conversation, tokens)
 
 
-def _run(conversation: Conversation, tokens: Tokens, ran: Callable[[], None]) -> npt.NDArray[np.float64]:
-    """`nll [M]`; `ran` is called after each pass.
+def _run(conversation: Conversation, tokens: Tokens, ran: Callable[[], None] = lambda: None) -> Forced:
+    """Run the tokens; `ran` is called after each pass.
 
     Where tokens of a pass choose together, or are remembered, each is run alone, as it is when it is
     generated: an earlier one must not choose by a later one.
@@ -90,12 +88,8 @@ def _run(conversation: Conversation, tokens: Tokens, ran: Callable[[], None]) ->
             expected = torch.from_numpy(tokens[start + 1 : start + 1 + len(run)]).long().to(logits.device)
             parts.append(torch.nn.functional.cross_entropy(logits.double(), expected, reduction="none"))
             ran()
-    return torch.cat(parts).cpu().numpy()
-
-
-def _attended(conversation: Conversation) -> float:
     stats = conversation.prefix.take_stats()
-    return stats.selected / max(1, stats.rows)
+    return Forced(torch.cat(parts).cpu().numpy(), stats.selected / max(1, stats.rows))
 
 
 NLL = "nll"
@@ -157,6 +151,9 @@ class Perplexity:
         self._texts = _texts(plan, self._opening, encode_text(tokenizer, plan.haystack.text))
         self._vocabulary = max(len(tokenizer), *(int(text.max()) + 1 for text in self._texts))
         self._steps = {step.key: step for step in _steps(plan)}
+        # Dense attention first: what all others are compared with.
+        others = [contender for contender in plan.contenders if contender.selector != DENSE]
+        self._contenders = [Contender(DENSE), *others]
 
     def configuration(self) -> Mapping[str, Any]:
         """As the results' first line says it."""
@@ -187,27 +184,33 @@ class Perplexity:
         """A record a way of attending."""
         step = self._steps[unit.key]
         text = self._texts[step.place]
-        tokens = text[step.stored : step.end]
-        ways: dict[str, Forced] = {}
+        before, tokens = text[: step.stored], text[step.stored : step.end]
         if step.stored:
-            before = step.stored - unit.tokens
-            store = self._grown(text[: step.stored], lambda done: report(max(0, done - before)))
-            for contender in self._contenders:
-                ways[contender.label] = behind_store(self._loaded, store, contender, tokens)
+            known = step.stored - unit.tokens
+            store = self._grown(before, lambda done: report(max(0, done - known)))
+            ways = {one.label: behind_store(self._loaded, store, one, tokens) for one in self._contenders}
         else:
-            bare = behind_window(self._loaded, text[:0], tokens)
+            bare = behind_window(self._loaded, before, tokens)
             ways = {contender.label: bare for contender in self._contenders}
-        for window in self._plan.windows:
-            seen = self._window(text[: step.stored], window)
-            ways[f"window:{window}"] = behind_window(self._loaded, seen, tokens)
-        ways[UNIGRAM] = Forced(unigram(text[: step.end], step.stored + 1, self._vocabulary), 0.0)
-        return [self._record(step, way, forced) for way, forced in ways.items()]
-
-    @property
-    def _contenders(self) -> Sequence[Contender]:
-        """Dense attention first: what all others are compared with."""
-        others = [contender for contender in self._plan.contenders if contender.selector != DENSE]
-        return [Contender(DENSE), *others]
+        no_store = {
+            f"window:{window}": behind_window(self._loaded, self._window(before, window), tokens)
+            for window in self._plan.windows
+        }
+        no_store[UNIGRAM] = Forced(unigram(text[: step.end], step.stored + 1, self._vocabulary), 0.0)
+        return [
+            {
+                "record": NLL,
+                "way": way,
+                "place": step.place,
+                "length": step.length,
+                "stored_tokens": step.stored,
+                "first": step.stored + 1,
+                "nll": [round(value, DECIMALS) for value in forced.nll.tolist()],
+                "attended": None if way in no_store else forced.attended,
+                "tail_share": forced.tail_share,
+            }
+            for way, forced in {**ways, **no_store}.items()
+        ]
 
     def _window(self, before: Tokens, window: int) -> Tokens:
         """The last tokens, behind what the tokenizer puts before any text."""
@@ -215,19 +218,6 @@ class Perplexity:
             return before
         opening = np.array(self._opening[:window], np.int32)
         return np.concatenate([opening, before[len(before) - (window - len(opening)) :]])
-
-    def _record(self, step: _Step, way: str, forced: Forced) -> Record:
-        return {
-            "record": NLL,
-            "way": way,
-            "place": step.place,
-            "length": step.length,
-            "stored_tokens": step.stored,
-            "first": step.stored + 1,
-            "nll": [round(value, DECIMALS) for value in forced.nll.tolist()],
-            "attended": None if way == UNIGRAM or way.startswith("window:") else forced.attended,
-            "tail_share": forced.tail_share,
-        }
 
 
 def unigram(text: Tokens, first: int, vocabulary: int) -> npt.NDArray[np.float64]:
@@ -317,29 +307,25 @@ class NllRecord:
 
 def likelihoods(results: Results) -> list[Likelihood]:
     """One for each way and length, lengths ascending, ways in the order in which they were measured."""
-    return [
-        _likelihood(way, length, records, ways[DENSE])
-        for length, ways in sorted(_by_length(results).items())
-        for way, records in ways.items()
-    ]
-
-
-def _likelihood(
-    way: str, length: int, records: Sequence[NllRecord], dense: Sequence[NllRecord]
-) -> Likelihood:
-    mean, more = _nll(records, dense)
-    attended = [record.attended for record in records if record.attended is not None]
-    shares = [record.tail_share for record in records if record.tail_share is not None]
-    return Likelihood(
-        way,
-        length,
-        sum(len(record.nll) for record in records),
-        mean,
-        math.exp(min(mean, 700.0)),
-        more,
-        fmean(attended) if attended else None,
-        fmean(shares) if shares else None,
-    )
+    found = []
+    for length, ways in sorted(_by_length(results).items()):
+        for way, records in ways.items():
+            mean, more = _nll(records, ways[DENSE])
+            attended = [record.attended for record in records if record.attended is not None]
+            shares = [record.tail_share for record in records if record.tail_share is not None]
+            found.append(
+                Likelihood(
+                    way=way,
+                    length=length,
+                    tokens=sum(len(record.nll) for record in records),
+                    nll=mean,
+                    perplexity=math.exp(min(mean, 700.0)),
+                    more=more,
+                    attended=fmean(attended) if attended else None,
+                    tail_share=fmean(shares) if shares else None,
+                )
+            )
+    return found
 
 
 def _nll(records: Sequence[NllRecord], dense: Sequence[NllRecord]) -> tuple[float, Estimate]:
@@ -366,14 +352,11 @@ def curve(results: Results, points: int = 32) -> list[Point]:
     found = []
     for ways in _by_length(results).values():
         for way, records in ways.items():
-            pairs = sorted(
-                zip(records, ways[DENSE], strict=True), key=lambda pair: (pair[0].first, pair[0].place)
-            )
-            at = sorted({record.first for record in records})
-            for stretch in np.array_split(np.array(at), min(points, len(at))):
-                ours, dense = zip(
-                    *(pair for pair in pairs if stretch[0] <= pair[0].first <= stretch[-1]), strict=True
-                )
+            pairs = list(zip(records, ways[DENSE], strict=True))
+            pairs.sort(key=lambda pair: (pair[0].first, pair[0].place))
+            chunks = grouped(pairs, lambda pair: pair[0].first)
+            for stretch in np.array_split(list(chunks), min(points, len(chunks))):
+                ours, dense = zip(*(pair for at in stretch for pair in chunks[at]), strict=True)
                 last = max(record.first + len(record.nll) - 1 for record in ours)
                 found.append(Point(way, int(stretch[0]), last, *_nll(ours, dense)))
     return found
@@ -381,14 +364,12 @@ def curve(results: Results, points: int = 32) -> list[Point]:
 
 def _by_length(results: Results) -> Mapping[int, Mapping[str, list[NllRecord]]]:
     """Records by length and way, those of each way in the order of the units."""
-    found: dict[int, dict[str, list[NllRecord]]] = {}
-    for record in results.typed(NLL, NllRecord):
-        found.setdefault(record.length, {}).setdefault(record.way, []).append(record)
+    by_length = grouped(results.typed(NLL, NllRecord), lambda record: record.length)
+    found = {length: grouped(records, lambda record: record.way) for length, records in by_length.items()}
     for ways in found.values():
-        dense = [(record.unit, len(record.nll)) for record in ways.get(DENSE, ())]
-        for records in ways.values():
-            if [(record.unit, len(record.nll)) for record in records] != dense:
-                raise ConfigError(
-                    f"{results.path} was changed: not every way predicts what dense attention does"
-                )
+        measured = {
+            way: [(record.unit, len(record.nll)) for record in records] for way, records in ways.items()
+        }
+        if any(own != measured.get(DENSE) for own in measured.values()):
+            raise ConfigError(f"{results.path} was changed: not every way predicts what dense attention does")
     return found

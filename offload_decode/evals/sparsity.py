@@ -9,16 +9,16 @@ docs/evaluation.md says what the records hold.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from pydantic import Field
+from pydantic import AliasPath, Field
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
@@ -28,7 +28,18 @@ from offload_decode.evals.answering import Answering, AnswerPlace
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Material
 from offload_decode.evals.recorded_queries import AttentionDemand, Call
-from offload_decode.evals.runs import Asked, Count, Number, Record, Results, Said, Text, questions_and_answers
+from offload_decode.evals.runs import (
+    Asked,
+    Count,
+    KeyT,
+    Number,
+    Record,
+    Results,
+    Said,
+    Text,
+    grouped,
+    questions_and_answers,
+)
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
 from offload_decode.evals.tasks.base import Question as Asking
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
@@ -38,18 +49,9 @@ SHARES = (0.75, 0.9, 0.95, 0.99)
 _NUMBERS = 1 << 22  # logits that are in memory at once, or those of one row
 
 
-@dataclass(frozen=True)
-class Concentration:
-    """Of query rows `[Hkv, R]`: `entropy` in nats, float64; `keys [shares, Hkv, R]`, int64, the fewest tokens
-    that hold each of `SHARES`.
-    """
-
-    entropy: Tensor
-    keys: Tensor
-
-
-def concentration(host: HostKV, layer: int, queries: Queries) -> Concentration:
-    """Of all rows of one layer's queries, on the CPU.
+def concentration(host: HostKV, layer: int, queries: Queries) -> tuple[Tensor, Tensor]:
+    """Of one layer's query rows `[Hkv, R]`: the entropy in nats, float64, and `[shares, Hkv, R]`, int64, the
+    fewest tokens that hold each of `SHARES`; both on the CPU.
 
     Exact for float32 logits: they are computed key by key from the store, a few rows at a time, and sorted.
     """
@@ -57,11 +59,10 @@ def concentration(host: HostKV, layer: int, queries: Queries) -> Concentration:
     entropy = torch.empty(heads, rows, dtype=torch.float64)
     keys = torch.empty(len(SHARES), heads, rows, dtype=torch.int64)
     step = max(1, _NUMBERS // host.length)
-    for head in range(heads):
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            entropy[head, part], keys[:, head, part] = _of(_logits(host, layer, head, queries, part))
-    return Concentration(entropy, keys)
+    for head, start in itertools.product(range(heads), range(0, rows, step)):
+        part = slice(start, start + step)
+        entropy[head, part], keys[:, head, part] = _of(_logits(host, layer, head, queries, part))
+    return entropy, keys
 
 
 def _logits(host: HostKV, layer: int, head: int, queries: Queries, rows: slice) -> Tensor:
@@ -76,14 +77,12 @@ def _logits(host: HostKV, layer: int, head: int, queries: Queries, rows: slice) 
 
 def _of(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Entropy `[r]` and keys `[shares, r]` of `logits [r, N]`."""
-    lse = torch.logsumexp(logits.double(), -1)
-    ordered = logits.sort(-1, descending=True).values.double() - lse[:, None]
+    ordered = torch.log_softmax(logits.sort(-1, descending=True).values.double(), -1)
     weights = ordered.exp()
     entropy = -(weights * ordered).sum(-1).clamp(max=0.0)
     held = weights.cumsum(-1)
-    shares = torch.tensor(SHARES, dtype=torch.float64, device=held.device)
     # A share that is held but for the rounding of a sum of N numbers is held.
-    wanted = shares * (1 - 1e-9)
+    wanted = held.new_tensor(SHARES) * (1 - 1e-9)
     keys = torch.searchsorted(held, wanted.expand(len(held), -1).contiguous()) + 1
     return entropy.cpu(), keys.clamp(max=logits.shape[-1]).T.cpu()
 
@@ -139,14 +138,10 @@ def listen(engine: Engine, question: str, max_new_tokens: int, begun: str = "") 
     answers = asked.cache.tail_length - 1
     for _ in asked.generate(logits, max_new_tokens):
         pass
-    passes = prefix.take(asked.cache)
     found = []
-    for layer in dict.fromkeys(one.call.layer for one in passes):
-        own = [one for one in passes if one.call.layer == layer]
-        first = own[0].call
-        query = torch.cat([one.call.query for one in own], dim=2)
-        share = 1 - torch.cat([one.tail_share for one in own], dim=1)
-        call = Call(layer, query, first.scaling, first.softcap)
+    for passes in grouped(prefix.take(asked.cache), lambda one: one.call.layer).values():
+        call = replace(passes[0].call, query=torch.cat([one.call.query for one in passes], dim=2))
+        share = 1 - torch.cat([one.tail_share for one in passes], dim=1)
         found.append(LayerAttention(call, share, answers))
     return found
 
@@ -155,9 +150,8 @@ def _layer_records(engine: Engine, layer: LayerAttention, about: Mapping[str, An
     """One for each part of the conversation that has tokens."""
     host, call = engine.prefix.host, layer.call
     _, heads, tokens, _ = call.query.shape
-    found = concentration(host, call.layer, call.queries(engine.loaded.shape.kv_heads))
-    entropy = found.entropy.reshape(heads, tokens)
-    counts = found.keys.reshape(len(SHARES), heads, tokens).double()
+    entropy, counts = concentration(host, call.layer, call.queries(engine.loaded.shape.kv_heads))
+    entropy, counts = entropy.reshape(heads, tokens), counts.reshape(len(SHARES), heads, tokens).double()
     for part, rows in ((ASKING, slice(0, layer.answers)), (ANSWERING, slice(layer.answers, tokens))):
         if rows.stop > rows.start:
             yield {
@@ -181,17 +175,8 @@ def _rounded(values: Tensor) -> list[float]:
     return [round(value, DECIMALS) for value in values.tolist()]
 
 
-Array = npt.NDArray[np.float64]
-KeyT = TypeVar("KeyT")
 _WAY = "topk:budget="
 LENGTH = "stored tokens"  # the predictor that looks at no attention: what the others must beat
-
-
-@dataclass(frozen=True)
-class Entropies:
-    """By query head, in nats."""
-
-    mean: Annotated[list[Number], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -203,7 +188,9 @@ class Keys:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer's attention in a `part` of the conversation about a question, as `Sparsity` writes it."""
+    """One layer's attention in a `part` of the conversation about a question, as `Sparsity` writes it; the
+    mean `entropy` by query head, in nats.
+    """
 
     unit: Text
     question: Count
@@ -212,7 +199,7 @@ class LayerRecord:
     stored_tokens: Annotated[Count, Field(ge=1)]
     part: Text
     layer: Count
-    entropy: Entropies
+    entropy: Annotated[list[Number], Field(min_length=1, validation_alias=AliasPath("entropy", "mean"))]
     keys: Annotated[dict[Literal["75", "90", "95", "99"], Keys], Field(min_length=len(NAMES))]
 
 
@@ -263,23 +250,26 @@ class Prediction:
 
 def sparse_by(results: Results, key: Callable[[LayerRecord], KeyT]) -> dict[KeyT, Sparse]:
     """Records of answers in groups, in the order in which these come."""
-    return {name: _sparse(records) for name, records in _grouped(results, key).items()}
+    found = {}
+    for group, records in grouped(_answering(results), key).items():
+        keys = {}
+        for name in NAMES:
+            heads = [value for record in records for value in record.keys[name].mean]  # type: ignore[index]
+            keys[name] = (fmean(heads), float(np.median(heads)), float(np.percentile(heads, 95)))
+        found[group] = Sparse(fmean(value for record in records for value in record.entropy), keys)
+    return found
 
 
-def _grouped(results: Results, key: Callable[[LayerRecord], KeyT]) -> dict[KeyT, list[LayerRecord]]:
-    groups: dict[KeyT, list[LayerRecord]] = {}
-    for record in results.typed(SPARSITY, LayerRecord):
-        if record.part == ANSWERING:
-            groups.setdefault(key(record), []).append(record)
-    return groups
+def _answering(results: Results) -> Iterator[LayerRecord]:
+    return (record for record in results.typed(SPARSITY, LayerRecord) if record.part == ANSWERING)
 
 
 def entropy_by_head(results: Results) -> dict[tuple[str, int], list[float]]:
     """For each task and layer the mean entropy of every query head in nats, while an answer is written."""
-    groups = _grouped(results, lambda record: (record.task, record.layer)).items()
+    groups = grouped(_answering(results), lambda record: (record.task, record.layer)).items()
     try:
         return {
-            place: list(map(fmean, zip(*(record.entropy.mean for record in records), strict=True)))
+            place: list(map(fmean, zip(*(record.entropy for record in records), strict=True)))
             for place, records in groups
         }
     except ValueError as error:
@@ -288,7 +278,7 @@ def entropy_by_head(results: Results) -> dict[tuple[str, int], list[float]]:
 
 def questions(results: Results) -> list[Question]:
     """Every question with the tokens that it needed."""
-    attention = _grouped(results, lambda record: (record.unit, record.question))
+    attention = grouped(_answering(results), lambda record: (record.unit, record.question))
     found = []
     for asked, answers in questions_and_answers(results):
         records = attention.get((asked.unit, asked.question))
@@ -305,22 +295,23 @@ def predictions(found: Sequence[Question]) -> list[Prediction]:
     """Of every predictor, the baseline last: over questions, and over tasks at each length (means of their
     questions).
     """
-    known: dict[tuple[str, int], list[tuple[dict[str, float], float]]] = {}
-    for one in found:
-        if one.needed is not None:
-            pair = one.predictors, math.log(max(1, one.needed))
-            known.setdefault((one.asked.task, one.asked.length), []).append(pair)
-    tasks_named = "tasks by length" if len({length for _, length in known}) > 1 else "tasks"
+    known = [one for one in found if one.needed is not None]
+    by_task = grouped(known, lambda one: (one.asked.task, one.asked.length))
+    tasks_named = "tasks by length" if len({length for _, length in by_task}) > 1 else "tasks"
     lines = []
-    for name in next(iter(known.values()))[0][0] if known else ():
-        by_task = [[(values[name], needed) for values, needed in own] for own in known.values()]
-        each = [pair for own in by_task for pair in own]
-        means = [(fmean(value for value, _ in own), fmean(needed for _, needed in own)) for own in by_task]
+    for name in known[0].predictors if known else ():
+        by_place = [[(one.predictors[name], _log(one.needed)) for one in own] for own in by_task.values()]
+        each = [pair for own in by_place for pair in own]
+        means = [tuple(map(fmean, zip(*own, strict=True))) for own in by_place]
         for over, pairs in (("questions", each), (tasks_named, means)):
             first, second = np.array(pairs).T
             rank = bootstrapped(spearman, first, second)
-            lines.append(Prediction(name, over, len(pairs), rank, pearson(first, second)))
+            lines.append(Prediction(name, over, len(pairs), rank, float(pearson(first, second))))
     return lines
+
+
+def _log(needed: int | None) -> float:
+    return math.log(max(1, needed or 0))
 
 
 def left_out(found: Sequence[Question]) -> list[str]:
@@ -347,22 +338,15 @@ def _questions(number: int) -> str:
 def _needed(dense: float, answers: Iterable[Said], stored: int) -> tuple[int | None, bool]:
     if dense == 0:
         return None, False
-    scores = {
-        int(said.way.removeprefix(_WAY)): said.score
-        for said in answers
-        if said.way.startswith(_WAY) and not said.control
-    }
-    enough: int | None = None
-    for budget in sorted(scores, reverse=True):
-        if scores[budget] < dense:
-            break
-        enough = budget
-    return (stored, True) if enough is None else (min(enough, stored), False)
+    tried = [said for said in answers if said.way.startswith(_WAY) and not said.control]
+    scores = sorted(((int(said.way.removeprefix(_WAY)), said.score) for said in tried), reverse=True)
+    enough = [budget for budget, _ in itertools.takewhile(lambda pair: pair[1] >= dense, scores)]
+    return (min(enough[-1], stored), False) if enough else (stored, True)
 
 
 def _predictors(records: Sequence[LayerRecord]) -> dict[str, float]:
     """From the attention of one answer, layer by layer and head by head."""
-    entropy = [value for record in records for value in record.entropy.mean]
+    entropy = [value for record in records for value in record.entropy]
     keys = [value for record in records for value in record.keys["90"].mean]
     return {
         "mean entropy": fmean(entropy),
@@ -371,11 +355,3 @@ def _predictors(records: Sequence[LayerRecord]) -> dict[str, float]:
         "largest head's keys at 90 %": math.log(max(keys)),
         LENGTH: math.log(records[0].stored_tokens),
     }
-
-
-def _sparse(records: Sequence[LayerRecord]) -> Sparse:
-    keys = {}
-    for name in NAMES:
-        heads = [value for record in records for value in record.keys[name].mean]  # type: ignore[index]
-        keys[name] = (fmean(heads), float(np.median(heads)), float(np.percentile(heads, 95)))
-    return Sparse(fmean(value for record in records for value in record.entropy.mean), keys)

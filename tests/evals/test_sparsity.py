@@ -51,7 +51,7 @@ PLAN = AnswerPlan(
 )
 
 
-def constructed(logits: torch.Tensor) -> sparsity.Concentration:
+def constructed(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one query row whose logits to the keys are these, by way of keys in a store."""
     keys = np.zeros((len(logits), 2), np.float32)
     keys[:, 0] = logits.numpy()
@@ -61,24 +61,24 @@ def constructed(logits: torch.Tensor) -> sparsity.Concentration:
 
 
 def test_uniform_attention_has_the_entropy_of_its_keys() -> None:
-    found = constructed(torch.full((N,), 3.0))
-    assert found.entropy.item() == pytest.approx(math.log(N), abs=1e-6)
-    assert found.keys.flatten().tolist() == [math.ceil(share * N) for share in SHARES]
+    entropy, keys = constructed(torch.full((N,), 3.0))
+    assert entropy.item() == pytest.approx(math.log(N), abs=1e-6)
+    assert keys.flatten().tolist() == [math.ceil(share * N) for share in SHARES]
 
 
 def test_attention_to_one_key_has_none() -> None:
     logits = torch.zeros(N)
     logits[17] = 200.0
-    found = constructed(logits)
-    assert found.entropy.item() == pytest.approx(0, abs=1e-9)
-    assert found.keys.flatten().tolist() == [1] * len(SHARES)
+    entropy, keys = constructed(logits)
+    assert entropy.item() == pytest.approx(0, abs=1e-9)
+    assert keys.flatten().tolist() == [1] * len(SHARES)
 
 
 def test_keys_are_counted_from_the_heaviest_wherever_they_lie() -> None:
     weights = torch.tensor([0.04, 0.5, 0.01, 0.3, 0.15])
-    found = constructed(weights.log())
-    assert found.keys.flatten().tolist() == [2, 3, 3, 4]
-    assert found.entropy.item() == pytest.approx(-(weights * weights.log()).sum().item(), abs=1e-6)
+    entropy, keys = constructed(weights.log())
+    assert keys.flatten().tolist() == [2, 3, 3, 4]
+    assert entropy.item() == pytest.approx(-(weights * weights.log()).sum().item(), abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +127,14 @@ def test_rows_in_parts_and_each_head_are_those_of_plain_softmax(
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(shape.kv_heads, 5, shape.head_dim, generator=generator)
     monkeypatch.setattr(sparsity, "_NUMBERS", 2 * host.length)
-    found = sparsity.concentration(host, 1, Queries(rows, 0.7, softcap=5.0))
+    entropies, keys_of = sparsity.concentration(host, 1, Queries(rows, 0.7, softcap=5.0))
     for head in range(shape.kv_heads):
         keys = torch.from_numpy(np.array(store.keys(1, head))).float()
         weights = torch.softmax(5.0 * torch.tanh(rows[head] @ keys.T * 0.7 / 5.0), -1).double()
         entropy = -(weights * weights.log()).sum(-1)
-        torch.testing.assert_close(found.entropy[head], entropy, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropies[head], entropy, atol=1e-5, rtol=0)
         held = weights.sort(-1, descending=True).values.cumsum(-1)
-        for share, counted in zip(SHARES, found.keys[:, head], strict=True):
+        for share, counted in zip(SHARES, keys_of[:, head], strict=True):
             assert counted.tolist() == ((held < share).sum(-1) + 1).tolist()
 
 
