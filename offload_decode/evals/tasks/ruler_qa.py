@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, BeforeValidator, Field, Strict, TypeAdapter, ValidationError, model_validator
 
 from offload_decode.common import files as plain_json
 from offload_decode.common.errors import ConfigError, CorpusError
@@ -61,17 +63,27 @@ def read(path: str | Path) -> Questions:
 
     Raises `CorpusError` for a file that cannot be read, is larger than `MOST_BYTES`, or is of neither format.
     """
-    raw = _bytes(Path(path))
+    try:
+        with os.fdopen(open_plain(path, follow=True), "rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except (NotPlain, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CorpusError(f"{path} cannot be read: {why}") from error
+    if len(raw) > MOST_BYTES:
+        raise CorpusError(f"{path} is larger than {MOST_BYTES >> 20} MiB: give a part of it")
     try:
         value = plain_json.parse(raw)
     except ValueError as error:
         raise CorpusError(f"{path} is no JSON ({error}): give a file of SQuAD or HotpotQA") from error
     try:
         hops, found = (2, [*_hotpot(value)]) if isinstance(value, list) else (1, [*_squad(value)])
-    except _Odd as odd:
+    except ValidationError as error:
+        odd = error.errors()[0]
+        where = ".".join(map(str, odd["loc"])) or "the file"
         raise CorpusError(
-            f"{path} is not in SQuAD's or HotpotQA's format: {odd}; give the JSON file as it is published"
-        ) from odd
+            f"{path} is not in SQuAD's or HotpotQA's format ({where}: {odd['msg']}): give the JSON file as "
+            "it is published"
+        ) from error
     if not found:
         raise CorpusError(f"{path} holds no question that has an answer: give another file")
     numbers: dict[str, int] = {}
@@ -130,80 +142,66 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        with os.fdopen(open_plain(path, follow=True), "rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-    except NotPlain as error:
-        raise CorpusError(f"{path} cannot be read: {error}") from error
-    except OSError as error:
-        raise CorpusError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(raw) > MOST_BYTES:
-        raise CorpusError(f"{path} is larger than {MOST_BYTES >> 20} MiB: give a part of it")
-    return raw
-
-
 _Read = tuple[str, tuple[str, ...], list[str], list[str]]
+_String = Annotated[str, Strict()]
+_Filled = Annotated[_String, Field(pattern=r"\S")]
 
 
-class _Odd(Exception):
-    """What is not as the format has it."""
+def _possible(asked: Any) -> Any:
+    if not isinstance(asked, list):
+        return asked
+    return [one for one in asked if not (isinstance(one, dict) and one.get("is_impossible"))]
 
 
-def _get(value: Any, name: str, kind: type, what: str) -> Any:
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, kind):
-        raise _Odd(f"{what} has no proper '{name}'")
-    return found
+class _SquadAnswer(BaseModel):
+    text: _Filled
 
 
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise _Odd(f"{what} is no text")
-    return value
+class _SquadQuestion(BaseModel):
+    question: _Filled
+    answers: list[_SquadAnswer]
+
+
+class _Paragraph(BaseModel):
+    context: _Filled
+    qas: Annotated[list[_SquadQuestion], BeforeValidator(_possible)]
+
+
+class _Article(BaseModel):
+    paragraphs: list[_Paragraph]
+
+
+class _Squad(BaseModel):
+    data: list[_Article]
+
+
+class _HotpotQuestion(BaseModel):
+    question: _Filled
+    answer: _Filled
+    context: list[tuple[_Filled, list[_String]]]
+    supporting_facts: Annotated[list[Annotated[list[Any], Field(min_length=1)]], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _of_its_documents(self) -> Self:
+        if not all(fact[0] in [title for title, _ in self.context] for fact in self.supporting_facts):
+            raise ValueError("a supporting fact is of no document of its question")
+        return self
 
 
 def _squad(value: Any) -> Iterator[_Read]:
-    for article in _get(value, "data", list, "the file"):
-        paragraphs = _get(article, "paragraphs", list, "an article")
-        near = [_text(_get(p, "context", str, "a paragraph"), "a paragraph's context") for p in paragraphs]
-        for paragraph, context in zip(paragraphs, near, strict=True):
-            for asked in _get(paragraph, "qas", list, "a paragraph"):
-                question = _text(_get(asked, "question", str, "a question"), "a question")
-                if asked.get("is_impossible"):
-                    continue
-                answers = [
-                    _text(_get(answer, "text", str, "an answer"), "an answer")
-                    for answer in _get(asked, "answers", list, "a question")
-                ]
-                if answers:
-                    yield question, tuple(dict.fromkeys(answers)), [context], near
+    for article in _Squad.model_validate(value).data:
+        near = [paragraph.context for paragraph in article.paragraphs]
+        for paragraph, asked in ((each, asked) for each in article.paragraphs for asked in each.qas):
+            if asked.answers:
+                answers = dict.fromkeys(answer.text for answer in asked.answers)
+                yield asked.question, tuple(answers), [paragraph.context], near
 
 
 def _hotpot(value: list[Any]) -> Iterator[_Read]:
-    for asked in value:
-        question = _text(_get(asked, "question", str, "a question"), "a question")
-        answer = _text(_get(asked, "answer", str, "a question"), "an answer")
-        documents: dict[str, str] = {}
-        for titled in _get(asked, "context", list, "a question"):
-            if not isinstance(titled, list) or len(titled) != 2 or not isinstance(titled[1], list):
-                raise _Odd("a document is no title with a list of sentences")
-            title = _text(titled[0], "a document's title")
-            documents[title] = f"{title}\n{''.join(_sentence(part) for part in titled[1])}"
-        needed = []
-        for fact in _get(asked, "supporting_facts", list, "a question"):
-            if not isinstance(fact, list) or not fact or fact[0] not in documents:
-                raise _Odd("a supporting fact is of no document of its question")
-            needed.append(documents[fact[0]])
-        if not needed:
-            raise _Odd("a question has no supporting facts")
-        yield question, (answer,), needed, list(documents.values())
-
-
-def _sentence(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _Odd("a sentence is no text")
-    return value
+    for asked in TypeAdapter(list[_HotpotQuestion]).validate_python(value):
+        documents = {title: f"{title}\n{''.join(sentences)}" for title, sentences in asked.context}
+        needed = [documents[fact[0]] for fact in asked.supporting_facts]
+        yield asked.question, (asked.answer,), needed, list(documents.values())
 
 
 @dataclass(frozen=True)
@@ -259,11 +257,15 @@ class SingleHop(Task):
         rng.shuffle(taken)
         rng.shuffle(instead)
         text = costs.fitted(taken, needed)
+        at = {one: text.index(f"Document {taken.index(one.needed[0]) + 1}:\n") / len(text) for one in chosen}
         return Context(
             text,
             costs.fitted(instead, set()),
-            tuple(_question(one) for one in chosen),
-            tuple(_depth(text, taken, one) for one in chosen),
+            tuple(
+                Question(f"{_TELL}\n\nQuestion: {one.question}", "", one.answers, any_of=True)
+                for one in chosen
+            ),
+            tuple(at[one] if len(one.needed) == 1 else None for one in chosen),
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
@@ -298,14 +300,8 @@ class _Costs:
     """What documents take of the room for a text."""
 
     def __init__(self, material: Material, documents: Sequence[str]) -> None:
-        self._material = material
-        self._documents = documents
-        self._known: dict[int, int] = {}
-
-    def of(self, at: int) -> int:
-        if at not in self._known:
-            self._known[at] = self._material.count(_one(100, self._documents[at]))
-        return self._known[at]
+        self.material, self.documents = material, documents
+        self.of = cache(lambda at: material.count(_one(100, documents[at])))
 
     def total(self, taken: Iterable[int]) -> int:
         return sum(map(self.of, taken))
@@ -330,10 +326,8 @@ class _Costs:
             if size + self.of(at) <= room:
                 found.append(at)
                 size += self.of(at)
-            else:
-                misses += 1
-                if misses == _MISSES:
-                    break
+            elif (misses := misses + 1) == _MISSES:
+                break
         return found
 
     def fitted(self, taken: list[int], needed: set[int]) -> str:
@@ -341,8 +335,9 @@ class _Costs:
         where together they take more tokens than each by itself, and too many.
         """
         while True:
-            text = _written(self._documents, taken)
-            over = self._material.count(text) - self._material.tokens
+            documents = "".join(_one(number, self.documents[at]) for number, at in enumerate(taken, 1))
+            text = _INSTRUCTION + documents.rstrip("\n")
+            over = self.material.count(text) - self.material.tokens
             spare = [at for at in taken if at not in needed]
             if over <= 0 or not spare:
                 return text
@@ -366,20 +361,6 @@ def _either(asked: str) -> tuple[str, str] | None:
 
 def _one(number: int, document: str) -> str:
     return f"Document {number}:\n{document}\n\n"
-
-
-def _written(documents: Sequence[str], taken: Sequence[int]) -> str:
-    return _INSTRUCTION + "".join(_one(n, documents[at]) for n, at in enumerate(taken, 1)).rstrip("\n")
-
-
-def _question(one: Asked) -> Question:
-    return Question(f"{_TELL}\n\nQuestion: {one.question}", "", one.answers, any_of=True)
-
-
-def _depth(text: str, taken: Sequence[int], one: Asked) -> float | None:
-    if len(one.needed) > 1:
-        return None
-    return text.index(f"Document {taken.index(one.needed[0]) + 1}:\n") / len(text)
 
 
 TASKS: tuple[type[Task], ...] = (SingleHop, MultiHop)
