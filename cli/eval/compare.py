@@ -46,7 +46,7 @@ _HEADING = ["task", "tokens", "way", "before", "after", "change in points", "95 
 
 
 def _row(change: Change) -> list[str]:
-    from offload_decode.evals.lengths import label
+    from offload_decode.evals.contender import label
 
     task = change.task or f"mean of {change.tasks} tasks"
     scores = [f"{100 * score:.1f}" for score in (change.before, change.after)]

@@ -98,7 +98,7 @@ def _share(percent: str) -> float:
 
 
 def _rows(grid: NeedleGrid) -> list[list[str]]:
-    from offload_decode.evals.lengths import label
+    from offload_decode.evals.contender import label
     from offload_decode.evals.needle_grid import PANELS
 
     plan = grid.plan
@@ -113,7 +113,7 @@ def _rows(grid: NeedleGrid) -> list[list[str]]:
 
 
 def _notes(grid: NeedleGrid, out: Path, quiet: bool) -> None:
-    from offload_decode.evals.lengths import label
+    from offload_decode.evals.contender import label
     from offload_decode.evals.verdict import of_needles
 
     ways = [[getattr(cell, panel).score for cell in grid.cells] for panel in ("dense", "selected", "control")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -75,7 +76,12 @@ class Answering:
         labels = [way.label for way in self.ways]
         if repeated := [label for label in labels if labels.count(label) > 1]:
             raise ConfigError(f"'{repeated[0]}' is given twice")
-        self._places = {place.key: place for place in self._all()}
+        each = [
+            AnswerPlace(task, length, seed, index, min(task.per_context, plan.limit - first))
+            for length, task, seed in product(plan.lengths, self.tasks, plan.seeds)
+            for index, first in enumerate(range(0, plan.limit, task.per_context))
+        ]
+        self._places = {place.key: place for place in each}
 
     def configuration(self) -> Mapping[str, Any]:
         """All that decides the questions and the ways of answering them."""
@@ -114,11 +120,22 @@ class Answering:
         """Every question of one text, by every way; every so often also to the control, densely."""
         place = self._places[unit.key]
         drawn, material, rng = self._drawn(place)
-        questions = list(enumerate(drawn.questions[: place.asked]))
+        task, questions = place.task, list(enumerate(drawn.questions[: place.asked]))
         records: list[Record] = []
         with self.stores(drawn.text, report) as store:
             for number, question in questions:
-                asked = self._asked(place, number, question, drawn.depths[number], store, rng)
+                asked = Asked(
+                    unit=place.key,
+                    question=number,
+                    task=task.name,
+                    length=place.length,
+                    seed=place.seed,
+                    depth=drawn.depths[number],
+                    asked=question.text,
+                    expected=list(question.answers),
+                    guess=fmean(task.score(question, task.guess(rng, question)) for _ in range(GUESSES)),
+                    stored_tokens=store.manifest.n_tokens,
+                )
                 records.append(record(QUESTION, asked))
             for way in self.ways:
                 records += self.answers(place, material, store, way, questions, control=False)
@@ -127,43 +144,11 @@ class Answering:
                 records += self.answers(place, material, store, self.ways[0], questions, control=True)
         return records
 
-    def _all(self) -> Iterator[AnswerPlace]:
-        for length in self.plan.lengths:
-            for task in self.tasks:
-                for seed in self.plan.seeds:
-                    each = task.per_context
-                    for index, first in enumerate(range(0, self.plan.limit, each)):
-                        yield AnswerPlace(task, length, seed, index, min(each, self.plan.limit - first))
-
     def _drawn(self, place: AnswerPlace) -> tuple[Context, Material, random.Random]:
         """The text and its questions, what it is made of, and the generator that goes on from there."""
         rng = random.Random(f"{place.seed} {place.task.name} {place.length} {place.index}")
         material = Material(self.haystack, self.loaded.tokenizer, place.length, rng.random())
         return place.task.context(rng, material), material, rng
-
-    def _asked(
-        self,
-        place: AnswerPlace,
-        number: int,
-        question: Question,
-        depth: float | None,
-        store: KVStore,
-        rng: random.Random,
-    ) -> Asked:
-        task = place.task
-        guesses = [task.score(question, task.guess(rng, question)) for _ in range(GUESSES)]
-        return Asked(
-            unit=place.key,
-            question=number,
-            task=task.name,
-            length=place.length,
-            seed=place.seed,
-            depth=depth,
-            asked=question.text,
-            expected=list(question.answers),
-            guess=fmean(guesses),
-            stored_tokens=store.manifest.n_tokens,
-        )
 
     def answers(
         self,

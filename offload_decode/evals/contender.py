@@ -1,4 +1,4 @@
-"""One way of answering that is measured beside others."""
+"""Names of what is measured: one way of answering beside others, and lengths in tokens."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ class Contender:
         """`quest:page_size=32`."""
         options = ",".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.selector}:{options}" if options else self.selector
+
+
+def label(length: int) -> str:
+    """`32K` for 32,768 tokens; the plain number where no unit divides it."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if length and length % size == 0:
+            return f"{length // size}{unit}"
+    return f"{length:,}"

@@ -28,7 +28,7 @@ from offload_decode.evals.recorded_queries import (
     SAMPLE_SHARE,
     Call,
     DenseRun,
-    Replay,
+    replay,
     run_dense,
     sampled_calls,
     sampled_tokens,
@@ -312,7 +312,7 @@ class Source:
         searched, whole = StepStats(), StepStats()
         last = max(per_layer)
         for calls in self.conversations:
-            for call, reply, stats in Replay(prefix)(calls):
+            for call, reply, stats in replay(prefix, calls):
                 layer, k, (_, heads, tokens, _) = call.layer, per_layer[call.layer], call.query.shape
                 rows = slice(begin[layer], begin[layer] + reply.out.shape[1])
                 begin[layer] = rows.stop

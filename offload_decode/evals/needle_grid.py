@@ -7,15 +7,16 @@ control asks the same questions of the same text without the needle: what is ans
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
 from offload_decode.engine.engine import Engine
+from offload_decode.evals.contender import DENSE
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.runs import Stores
+from offload_decode.evals.runs import Stores, grouped
 from offload_decode.evals.tasks.base import Question
 from offload_decode.evals.tasks.ruler import Needle
 from offload_decode.models.loading import LoadedModel
@@ -81,8 +82,12 @@ class NeedleGrid:
 
     def accuracy(self, panel: Panel) -> list[list[float]]:
         """Mean score `[depths][lengths]`."""
+        cells = grouped(self.cells, lambda cell: (cell.depth, cell.length))
         return [
-            [fmean(self._scores(panel, length, depth)) for length in self.plan.lengths]
+            [
+                fmean(getattr(cell, panel).score for cell in scores[depth, length])
+                for length in self.plan.lengths
+            ]
             for depth in self.plan.depths
         ]
 
@@ -97,11 +102,6 @@ class NeedleGrid:
             "accuracy": {panel: self.mean(panel) for panel in PANELS},
             "cells": [asdict(cell) for cell in self.cells],
         }
-
-    def _scores(self, panel: Panel, length: int, depth: float) -> Iterator[float]:
-        for cell in self.cells:
-            if (cell.length, cell.depth) == (length, depth):
-                yield getattr(cell, panel).score
 
 
 def measure(
@@ -126,6 +126,14 @@ def measure(
             yield store
         done += length
 
+    def replies(
+        store: KVStore, selector: str, options: Mapping[str, str], *asked: Question
+    ) -> list[ScoredText]:
+        engine = Engine.open(store, loaded, selector=selector, options=options)
+        answers = engine.answer_many([question.text for question in asked], MAX_NEW_TOKENS)
+        scored = zip(asked, answers, strict=True)
+        return [ScoredText(said.text, _NEEDLE.score(question, said.text)) for question, said in scored]
+
     # The longest first: the time that is left, judged by the speed so far, is then not promised too short.
     for length in sorted(plan.lengths, reverse=True):
         for trial in range(plan.trials):
@@ -137,12 +145,11 @@ def measure(
                 for depth in plan.depths
             ]
             with stored(filler, length) as store:
-                asked = [question for _, question in hidden]
-                controls = _replies(loaded, store, plan.selector, plan.options, asked)
+                controls = replies(store, plan.selector, plan.options, *(question for _, question in hidden))
             for depth, (text, question), control in zip(plan.depths, hidden, controls, strict=True):
                 with stored(text, length) as store:
-                    (dense,) = _replies(loaded, store, "dense", {}, [question])
-                    (selected,) = _replies(loaded, store, plan.selector, plan.options, [question])
+                    (dense,) = replies(store, DENSE, {}, question)
+                    (selected,) = replies(store, plan.selector, plan.options, question)
                     size = store.manifest.n_tokens
                 about = length, depth, trial, size, question.text, question.answers[0]
                 cells.append(Cell(*about, dense, selected, control))
@@ -155,18 +162,3 @@ def measure(
     }
     cells.sort(key=lambda cell: plan.lengths.index(cell.length))
     return NeedleGrid(plan, configuration, tuple(cells))
-
-
-def _replies(
-    loaded: LoadedModel,
-    store: KVStore,
-    selector: str,
-    options: Mapping[str, str],
-    questions: Sequence[Question],
-) -> list[ScoredText]:
-    engine = Engine.open(store, loaded, selector=selector, options=options)
-    answers = engine.answer_many([question.text for question in questions], MAX_NEW_TOKENS)
-    return [
-        ScoredText(answer.text, _NEEDLE.score(question, answer.text))
-        for question, answer in zip(questions, answers, strict=True)
-    ]

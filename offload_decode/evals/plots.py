@@ -15,10 +15,9 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from offload_decode.common import files
-from offload_decode.evals.contender import DENSE
+from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.extra import library
 from offload_decode.evals.fidelity import CONTROLS
-from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
 from offload_decode.evals.runs import grouped
 from offload_decode.evals.stats import Share

@@ -7,7 +7,7 @@ in the order in which a model asks. They are caught in a selector's place: the e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -100,14 +100,12 @@ def run_dense(
         logits.append(engine.extend([int(logits[-1].argmax())]))
         progress()
     picked = torch.stack(logits)
-    calls = tuple(_call(layer, queries) for layer, queries, _ in watched.seen)
-    return DenseRun(question, tuple(picked.argmax(-1).tolist()), picked, calls)
-
-
-def _call(layer: int, queries: Queries) -> Call:
     # One sequence: [Hkv, 1, G, T, D].
-    query = queries.by_token().transpose(0, 1).flatten(1, 2)
-    return Call(layer, query, queries.scaling, queries.softcap)
+    calls = tuple(
+        Call(layer, asked.by_token().transpose(0, 1).flatten(1, 2), asked.scaling, asked.softcap)
+        for layer, asked, _ in watched.seen
+    )
+    return DenseRun(question, tuple(picked.argmax(-1).tolist()), picked, calls)
 
 
 def sampled_tokens(store: Store) -> npt.NDArray[np.int64]:
@@ -141,37 +139,25 @@ def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
         for layer in forms
     }
     return tuple(
-        Call(
-            layer,
-            stored[layer][:, torch.from_numpy(token)].reshape(1, -1, 1, shape.head_dim),
-            form.scaling,
-            form.softcap,
-        )
+        replace(form, query=stored[layer][:, torch.from_numpy(token)].reshape(1, -1, 1, shape.head_dim))
         for token in sampled_tokens(host.store)
         for layer, form in forms.items()
     )
 
 
-class Replay:
-    """Puts calls to a selector through `StoredPrefix.attend`, as one conversation that begins here."""
-
-    def __init__(self, prefix: StoredPrefix):
-        prefix.selector.reset()
-        self._watched = Watched(prefix.chosen)
-        self._prefix = StoredPrefix(prefix.host, self._watched, prefix.tail)
-        self._kv_heads = prefix.selector.shape.kv_heads
-
-    def __call__(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Attended, StepStats]]:
-        """Every call with its reply and what it cost."""
-        for call in calls:
-            state = self._prefix.attend(call.layer, call.query, call.scaling, call.softcap)
-            selections = [
-                selected_ids(selection, queries, self._prefix.length)
-                for _, queries, selection in self._watched.seen
-            ]
-            self._watched.seen.clear()
-            out = state.out.reshape(self._kv_heads, -1, state.out.shape[-1])
-            yield call, Attended(_joined(selections), out), self._prefix.take_stats()
+def replay(prefix: StoredPrefix, calls: Iterable[Call]) -> Iterator[tuple[Call, Attended, StepStats]]:
+    """Put calls to a selector through `StoredPrefix.attend`, as one conversation that begins here: every call
+    with its reply and what it cost.
+    """
+    prefix.selector.reset()
+    watched = Watched(prefix.chosen)
+    asked = StoredPrefix(prefix.host, watched, prefix.tail)
+    for call in calls:
+        state = asked.attend(call.layer, call.query, call.scaling, call.softcap)
+        selections = [selected_ids(selection, rows, asked.length) for _, rows, selection in watched.seen]
+        watched.seen.clear()
+        out = state.out.reshape(prefix.selector.shape.kv_heads, -1, state.out.shape[-1])
+        yield call, Attended(_joined(selections), out), asked.take_stats()
 
 
 def selected_ids(selection: Selection | PageSelection, queries: Queries, n_tokens: int) -> Tensor | None:

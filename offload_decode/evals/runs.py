@@ -158,12 +158,10 @@ def _shared(record: Record) -> Record:
 
 def _header(path: Path, record: Record) -> Header:
     try:
-        found: Header | None = TypeAdapter(Header).validate_python(record)
-    except ValidationError:
-        found = None
-    if found is None or record["record"] != RUN:
-        raise _foreign(path, "its first line does not say what was measured")
-    if record.get("format") != FORMAT:
+        found = TypeAdapter(Header).validate_python(record)
+    except ValidationError as error:
+        raise _foreign(path, "its first line does not say what was measured") from error
+    if record["record"] != RUN or record.get("format") != FORMAT:
         raise _foreign(path, f"its format is {record.get('format')!r}, and this release reads {FORMAT}")
     return found
 
@@ -209,7 +207,11 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
         if not lock(descriptor):
             raise ConfigError(f"another process writes {path}: wait for it, or choose another --out")
         writer = Writer(descriptor)
-        results = None if _is_torn(descriptor) else read(path)
+        begun = os.pread(descriptor, 1 << 16, 0)
+        torn = b"\n" not in begun and begun.startswith(
+            _FIRST[: len(begun)]
+        )  # empty, or within its first line
+        results = None if torn else read(path)
         if results is None or not results.finished:
             os.ftruncate(descriptor, 0)
             writer.lines([{"record": RUN, "format": FORMAT} | _plain(header)])
@@ -219,12 +221,6 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
         yield writer, results
     finally:
         os.close(descriptor)
-
-
-def _is_torn(descriptor: int) -> bool:
-    """Whether a file is empty, or was left within its first line."""
-    begun = os.pread(descriptor, 1 << 16, 0)
-    return b"\n" not in begun and begun.startswith(_FIRST[: len(begun)])
 
 
 def _plain(header: Header) -> Record:

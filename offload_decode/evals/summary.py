@@ -10,8 +10,7 @@ from itertools import product, takewhile
 from statistics import fmean, median
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.evals.contender import DENSE
-from offload_decode.evals.lengths import label
+from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.runs import GUESSES, Asked, Results, Said, grouped, questions_and_answers
 from offload_decode.evals.stats import CONFIDENCE, Share, exceeding, larger, mean_of, wilson, wilson_of
 

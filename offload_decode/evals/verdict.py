@@ -11,7 +11,9 @@ from offload_decode.evals.summary import TRUSTED, Summary
 
 def verdict(summary: Summary) -> list[str]:
     """Sentences, the gravest first; none where there is nothing to warn of."""
-    said = [_chance(summary), _controls(summary), _dense(summary), _unfinished(summary)]
+    done, units = summary.units
+    unfinished = f"The run is not finished: {done:,} of {units:,} parts are measured." if done < units else ""
+    said = [_chance(summary), _controls(summary), _dense(summary), unfinished]
     return [sentence for sentence in said if sentence]
 
 
@@ -71,18 +73,16 @@ def _chance(summary: Summary) -> str:
 def _controls(summary: Summary) -> str:
     """What is answered beyond guessing where the facts were taken out was not read from the text."""
     places = {(cell.task, cell.length): cell for cell in summary.cells}
-    answered: dict[str, Share] = {}
+    confidence = 1 - (1 - CONFIDENCE) / len(places)
+    answered: dict[str, float] = {}
     for (task, _), cell in places.items():
-        if cell.control is not None:
-            confidence = 1 - (1 - CONFIDENCE) / len(places)
-            control = wilson_of(cell.control.mean, cell.control.count, confidence)
-            if control.low > cell.guess:
-                answered[task] = max(control, answered.get(task, control), key=lambda share: share.mean)
+        if (control := cell.control) and wilson_of(control.mean, control.count, confidence).low > cell.guess:
+            answered[task] = max(control.mean, answered.get(task, 0.0))
     if not answered:
         return ""
-    most = max(share.mean for share in answered.values())
+    most = 100 * max(answered.values())
     return (
-        f"The control was answered in up to {100 * most:.2g} %, although the facts were taken out of its "
+        f"The control was answered in up to {most:.2g} %, although the facts were taken out of its "
         f"texts ({', '.join(answered)}): do not trust the accuracies there."
     )
 
@@ -97,8 +97,3 @@ def _dense(summary: Summary) -> str:
         f"Dense attention itself is under {100 * TRUSTED:.0f} % in {', '.join(weak)}: "
         "no ratio to dense is given where it is."
     )
-
-
-def _unfinished(summary: Summary) -> str:
-    done, units = summary.units
-    return "" if done >= units else f"The run is not finished: {done:,} of {units:,} parts are measured."

@@ -28,7 +28,7 @@ from offload_decode.evals.fidelity import (
     measure,
     summarize,
 )
-from offload_decode.evals.recorded_queries import DenseRun, Replay, run_dense, sampled_calls
+from offload_decode.evals.recorded_queries import DenseRun, replay, run_dense, sampled_calls
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs.corpus import TextDocument
@@ -203,7 +203,7 @@ class _FirstPages(Dense):
 
 def test_pages_become_the_tokens_of_every_row(host: HostKV, run: DenseRun) -> None:
     dense = create("dense", {"budget": "3", "dense_layers": ""}, host, host.store.manifest.shape).selector
-    (_, reply, _), *_ = Replay(_in_place_of(dense, _FirstPages))(run.calls)
+    (_, reply, _), *_ = replay(_in_place_of(dense, _FirstPages), run.calls)
     tokens = run.calls[0].query.shape[2]
     assert reply.ids is not None
     rows = reply.ids.reshape(dense.shape.kv_heads, dense.shape.group, tokens, -1)
@@ -258,7 +258,7 @@ def test_a_selector_that_remembers_meets_each_conversation_afresh(host: HostKV, 
     prefix = _in_place_of(dense, _Counts)
     asked = run.calls[0].query.shape[2]
     for _ in range(2):
-        seen = [int(reply.ids.max()) for _, reply, _ in Replay(prefix)(run.calls)]  # type: ignore[union-attr]
+        seen = [int(reply.ids.max()) for _, reply, _ in replay(prefix, run.calls)]  # type: ignore[union-attr]
         assert seen == [asked + step for step in range(5) for _ in LAYERS]
 
 

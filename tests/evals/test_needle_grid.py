@@ -16,8 +16,8 @@ import pytest
 from offload_decode.cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import needle_grid
+from offload_decode.evals.contender import label
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, measure
 from offload_decode.evals.plots import save_needles
 from offload_decode.evals.runs import Stores

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload_decode.evals import plots
-from offload_decode.evals.contender import DENSE
-from offload_decode.evals.lengths import label
+from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.plots import Line, Point
 from offload_decode.evals.runs import flat
 from offload_decode.evals.stats import Share, wilson

@@ -11,8 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from offload_decode.evals import plots, sparsity
-from offload_decode.evals.contender import DENSE
-from offload_decode.evals.lengths import label
+from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.perplexity import Likelihood, curve
 from offload_decode.evals.plots import Line, Point
 from offload_decode.evals.report.blocks import (

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from typing import Any, ClassVar
 
 from offload_decode.common import files
@@ -28,11 +29,15 @@ _SLACK = 0.05
 _GAP = re.compile(r"\n{4,}")
 _FENCED = re.compile(r"```[a-zA-Z]*\s*(.*?)```", re.DOTALL)
 
-_FIRST_NAMES = "Bruno Clara Conrad Elsa Felix Gerda Hugo Irene Leo Mabel Nadia Omar Rufus Thea Viktor"
-_FIRST = _FIRST_NAMES.split()
+_SAID: dict[str, Any] = json.loads(Path(__file__).with_name("sentences.json").read_text("utf-8"))
+_FIRST: list[str] = _SAID["first names"]
+_SURNAMES: list[str] = _SAID["ends of surnames"]
+_TOWNS: list[str] = _SAID["ends of towns"]
+_RELATIONS = _SAID["relations"]  # from one person ({a}) to the next ({b})
+_PLACES = _SAID["places"]  # from a person ({a}) to a town ({b}), with the question about {who}
+_RELATED = _RELATIONS | _PLACES
+_ASKED, _FIELDS, _RECORDS, _LETTERS = (_SAID[of] for of in ("asked", "fields", "records", "letters"))
 _PLAIN = [noun for noun in words.NOUNS if len(noun) <= 6]
-_SURNAMES = ("son", "well", "sen", "berg", "ley", "mann", "ett", "ovsky", "smith", "grove", "croft", "worth")
-_TOWNS = ("ham", "wick", "bury", "stead", "mouth", "dale")
 _FEW, _MANY = 60, 4000  # more towns, or people, than these need longer names to differ
 
 
@@ -179,24 +184,6 @@ def _span(middle: float) -> tuple[int, int]:
     return max(1, round(middle / 2)), max(1, round(1.5 * middle))
 
 
-_MENTIONS = (
-    "On the way to {town}, {name} stopped to look at a {thing}.",
-    "Nobody in {town} had told {name} about the {thing}.",
-    "In the autumn {name} wrote a long letter to a friend in {town}.",
-    "That evening {name} came home later than usual.",
-    "It was {name} who first noticed the {thing}.",
-    "For a whole week {name} spoke of nothing but the {thing}.",
-    "Everybody in {town} knew {name} by sight.",
-    "At the market of {town} a stranger greeted {name}.",
-    "Without {name} the {thing} would have been lost.",
-)
-_ASK_COUNT = (
-    "How many times is {name} mentioned in the text? Answer with the number alone.",
-    "How often does the name {name} occur in the text above? Give only the number.",
-    "In how many sentences is {name} named? Answer with the number alone.",
-)
-
-
 @dataclass(frozen=True)
 class CountMentions(SpreadFacts):
     """How often is somebody mentioned? Two people, asked for in turn, and others who share a name with them.
@@ -221,13 +208,13 @@ class CountMentions(SpreadFacts):
         rng.shuffle(about)
         written: list[Fact] = []
         for name in about:
-            sentence = _filled(rng, rng.choice(_MENTIONS))
+            sentence = _filled(rng, rng.choice(_SAID["mentions"]))
             other = rng.choice(others) if name in persons else name
             written.append(Fact(sentence.format(name=name), sentence.format(name=other)))
         choices = tuple(str(count) for count in range(low, high + 1))
         questions = [
             Choice(
-                rng.choice(_ASK_COUNT).format(name=person),
+                rng.choice(_ASKED["count"]).format(name=person),
                 " The number is",
                 (str(about.count(person)),),
                 choices=choices,
@@ -245,24 +232,6 @@ def _alike(rng: random.Random, person: str, persons: list[str]) -> list[str]:
         found = [f"{first} {surname(rng)}", f"{rng.choice(_FIRST)} {last}"]
         if not set(found) & set(persons):
             return found
-
-
-# From one person ({a}) to the next ({b}).
-_RELATIONS = {
-    "teacher": ("{b} taught {a} everything there was to know.", "{a} had learnt the trade from {b}."),
-    "landlord": ("{a} rented two rooms from {b}.", "{b} let the upper floor to {a}."),
-    "employer": ("{a} worked for {b} all year round.", "It was {b} who paid {a} every Friday for the work."),
-    "guardian": ("{b} had brought up {a} like a child.", "As an orphan {a} came into the care of {b}."),
-    "creditor": ("{a} owed a large sum to {b}.", "{b} had lent {a} more money than was wise."),
-    "doctor": ("{b} was called whenever {a} fell ill.", "With every fever {a} sent for {b}."),
-}
-# From a person ({a}) to a town ({b}), with the question about {who}.
-_PLACES = {
-    "In which town was {who} born?": ("{a} was born in {b}.", "{a} first saw the light of day in {b}."),
-    "In which town did {who} marry?": ("{a} was married in {b}.", "The wedding of {a} was held in {b}."),
-    "In which town does {who} own a mill?": ("{a} owns a mill in {b}.", "The mill in {b} belongs to {a}."),
-}
-_RELATED = _RELATIONS | _PLACES
 
 
 @dataclass(frozen=True)
@@ -317,36 +286,7 @@ class JoinStory(SpreadFacts):
         return Draw(tuple(told[step] for step in order), tuple(questions), needed)
 
 
-_FIELDS = {
-    "order": ("customer", "product", "quantity"),
-    "stay": ("guest", "town", "nights"),
-    "loan": ("borrower", "item", "days"),
-    "sale": ("seller", "town", "price"),
-}
-_RECORDS = {
-    "order": (
-        "{customer} ordered {quantity} pieces of the {product}.",
-        "The {product} was ordered by {customer}, {quantity} pieces in all.",
-    ),
-    "stay": (
-        "{guest} stayed in {town} for {nights} nights.",
-        "For {nights} nights {guest} had a room in {town}.",
-    ),
-    "loan": (
-        "{borrower} borrowed the {item} for {days} days.",
-        "The {item} was lent to {borrower} for {days} days.",
-    ),
-    "sale": (
-        "{seller} sold a house in {town} for {price} crowns.",
-        "For {price} crowns {seller} parted with a house in {town}.",
-    ),
-}
 _RATE = 0.55  # records asked for, for each square root of all records
-_ASK_RECORDS = (
-    "Extract every {kind} from the text as a JSON list with one object for each, with the keys {keys}.",
-    "Write a JSON list of all {kind}s in the text. Each object has the keys {keys}.",
-    "List each {kind} in the text above as an object with the keys {keys}, all in one JSON list.",
-)
 
 
 @dataclass(frozen=True)
@@ -384,7 +324,7 @@ class EveryRecord(SpreadFacts):
                 records.append(record)
             written.append(Fact(text, stated(rng.choice(others))[1] if kind == asked else text))
         keys = "{}, {} and {}".format(*(f'"{key}"' for key in _FIELDS[asked]))
-        text = rng.choice(_ASK_RECORDS).format(kind=asked, keys=keys) + " Write nothing else."
+        text = rng.choice(_ASKED["records"]).format(kind=asked, keys=keys) + " Write nothing else."
         needed = tuple(i for i, kind in enumerate(kinds) if kind == asked)
         return Draw(tuple(written), (Question(text, "", (json.dumps(records),)),), (needed,))
 
@@ -420,43 +360,6 @@ def _field(rng: random.Random, key: str) -> str | int:
     return _filled(rng, kind)
 
 
-_LETTERS = {
-    "complaint": (
-        "The {thing} arrived with a crack in it, and I am not pleased.",
-        "After two days the {thing} fell to pieces.",
-        "I have never been treated as rudely as in your shop in {town}.",
-        "You have charged me twice for the {thing}.",
-    ),
-    "compliment": (
-        "The {thing} is the finest I have ever owned.",
-        "Everybody in {town} admires my {thing}.",
-        "Your people in {town} could not have been kinder.",
-        "The {thing} has made my mother very happy.",
-    ),
-    "question": (
-        "Does the {thing} come in another size?",
-        "When does your shop in {town} open in the morning?",
-        "How do I clean the {thing}?",
-        "How much does the {thing} weigh?",
-    ),
-    "order": (
-        "Please send me one {thing} to {town}.",
-        "I would like to buy the {thing} and will pay on delivery.",
-        "Kindly deliver the {thing} before the holidays.",
-        "We need another {thing} here in {town} by Monday.",
-    ),
-    "cancellation": (
-        "I no longer want the {thing}; do not send it.",
-        "As we are moving to {town}, please strike the {thing} from your list.",
-        "I have changed my mind about the {thing} and shall not take it.",
-        "My brother gave me a {thing}, so I withdraw mine.",
-    ),
-}
-_OPENINGS = ("Letter from {anyone}: ", "{anyone} writes: ", "{anyone} to the shop: ")
-_ASK_KIND = (
-    "Every letter to the shop is a {kinds}. Which kind is the most frequent? Answer with the kind alone.",
-    "Sort the letters in the text into these kinds: {kinds}. Which kind has the most letters? Name only it.",
-)
 _LEAD = 0.15  # by which the most frequent kind is ahead of the second
 _FEWEST = 0.6  # the least frequent kind, as a share of the second
 
@@ -484,14 +387,14 @@ class TallyLines(SpreadFacts):
         rng.shuffle(listed)
 
         def letter(kind: str) -> str:
-            return _filled(rng, rng.choice(_OPENINGS) + rng.choice(_LETTERS[kind]))
+            return _filled(rng, rng.choice(_SAID["openings of letters"]) + rng.choice(_LETTERS[kind]))
 
         written: list[Fact] = []
         for kind in listed:
             text = letter(kind)
             written.append(Fact(text, letter(rng.choice(kinds[1:])) if kind == kinds[0] else text))
         named = rng.sample(kinds, len(kinds))
-        asked = rng.choice(_ASK_KIND).format(kinds=", ".join(named[:-1]) + f" or {named[-1]}")
+        asked = rng.choice(_ASKED["kind"]).format(kinds=", ".join(named[:-1]) + f" or {named[-1]}")
         question = Choice(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))
         return Draw(tuple(written), (question,), (tuple(range(len(written))),))
 

@@ -67,7 +67,7 @@ def joined(text: str, question: Question) -> str:
 
 def extracted(text: str, question: Question) -> str:
     keys = tuple(re.findall(r'"(\w+)"', question.text))
-    kind = next(kind for kind, fields in aggregate._FIELDS.items() if fields == keys)
+    kind = next(kind for kind, fields in aggregate._FIELDS.items() if tuple(fields) == keys)
     patterns = [_pattern(s) for s in aggregate._RECORDS[kind]]
     found = [m.groupdict() for line in text.split("\n") for p in patterns if (m := p.fullmatch(line))]
     records = [{k: int(v) if v.isdigit() else v for k, v in record.items()} for record in found]
