@@ -83,13 +83,8 @@ class NeedleGrid:
     def accuracy(self, panel: Panel) -> list[list[float]]:
         """Mean score `[depths][lengths]`."""
         cells = grouped(self.cells, lambda cell: (cell.depth, cell.length))
-        return [
-            [
-                fmean(getattr(cell, panel).score for cell in scores[depth, length])
-                for length in self.plan.lengths
-            ]
-            for depth in self.plan.depths
-        ]
+        places = [[(depth, length) for length in self.plan.lengths] for depth in self.plan.depths]
+        return [[fmean(getattr(cell, panel).score for cell in cells[at]) for at in row] for row in places]
 
     def mean(self, panel: Panel) -> float:
         """Mean score over all cells."""
