@@ -61,12 +61,7 @@ class Answering:
     """An `Evaluation` (`runs`): each unit is one text with its questions; see docs/evaluation.md."""
 
     def __init__(
-        self,
-        plan: AnswerPlan,
-        tasks: Sequence[Task],
-        loaded: LoadedModel,
-        haystack: Haystack,
-        stores: Stores,
+        self, plan: AnswerPlan, tasks: Sequence[Task], loaded: LoadedModel, haystack: Haystack, stores: Stores
     ) -> None:
         """Raises `ConfigError` for contenders that cannot be told apart."""
         self.plan, self.tasks = plan, tuple(tasks)

@@ -156,7 +156,6 @@ class Perplexity:
         self._contenders = [Contender(DENSE), *others]
 
     def configuration(self) -> Mapping[str, Any]:
-        """As the results' first line says it."""
         plan = self._plan
         return {
             "fashion": "sliding" if plan.sliding else "continuation",
@@ -181,7 +180,6 @@ class Perplexity:
         return units
 
     def measure(self, unit: Unit, report: Callable[[int], None]) -> Sequence[Record]:
-        """A record a way of attending."""
         step = self._steps[unit.key]
         text = self._texts[step.place]
         before, tokens = text[: step.stored], text[step.stored : step.end]

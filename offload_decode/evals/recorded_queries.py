@@ -78,7 +78,6 @@ class Watched(Budgeted):
         self.seen: list[tuple[int, Queries, Selection | PageSelection]] = []
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
-        """As `Budgeted.select`."""
         selection = super().select(layer, queries)
         self.seen.append((layer, queries, selection))
         return selection
@@ -200,7 +199,6 @@ class AttentionDemand(StoredPrefix):
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
     ) -> Callable[[], AttentionState]:
-        """As `StoredPrefix.begin`."""
         finish = super().begin(layer, query, scaling, softcap)
 
         def heard() -> AttentionState:

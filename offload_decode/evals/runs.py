@@ -207,10 +207,9 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
         if not lock(descriptor):
             raise ConfigError(f"another process writes {path}: wait for it, or choose another --out")
         writer = Writer(descriptor)
+        # Empty, or left within its first line.
         begun = os.pread(descriptor, 1 << 16, 0)
-        torn = b"\n" not in begun and begun.startswith(
-            _FIRST[: len(begun)]
-        )  # empty, or within its first line
+        torn = b"\n" not in begun and begun.startswith(_FIRST[: len(begun)])
         results = None if torn else read(path)
         if results is None or not results.finished:
             os.ftruncate(descriptor, 0)

@@ -116,7 +116,6 @@ class Sparsity(Answering):
         questions: Sequence[tuple[int, Asking]],
         control: bool,
     ) -> Iterator[Record]:
-        """As `Answering.answers`."""
         yield from super().answers(place, material, store, way, questions, control)
         if way.label != DENSE or control:
             return

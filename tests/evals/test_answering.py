@@ -18,19 +18,13 @@ from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.runs import Results, Said, questions_and_answers, run
 from offload_decode.evals.side_by_side import WayAnswer, reply
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.job import Settings
-from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(400)))
 FEW, ALL = Contender("topk", {"budget": "8"}), Contender("topk", {"budget": "100%"})
 PLAN = AnswerPlan("suite", (300,), (FEW, ALL), limit=2, seeds=(0, 1))
 TASKS = ("plain-fact", "key-value")
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap(text_model(), tiny_tokenizer(), "tiny")
 
 
 def evaluation(loaded: LoadedModel, plan: AnswerPlan = PLAN, keep: Path | None = None) -> Answering:

@@ -16,8 +16,9 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals.contender import Contender
-from offload_decode.evals.exact import MEASURES, Exact
 from offload_decode.evals.fidelity import (
+    MEASURES,
+    Exact,
     FidelityPlan,
     FidelityReport,
     Source,
@@ -30,7 +31,7 @@ from offload_decode.evals.fidelity import (
 )
 from offload_decode.evals.recorded_queries import DenseRun, replay, run_dense, sampled_calls
 from offload_decode.kv.host_cache import HostKV
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.selectors.base import Memory, Selector
@@ -40,17 +41,11 @@ from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection
-from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = "".join(f"Thing {number} weighs {number * number} grams.\n" for number in range(9))
 QUESTION = "What weighs 25 grams?"
 LAYERS = (0, 1, 2)
 K = 12
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap(text_model(), tiny_tokenizer(), "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +123,8 @@ def test_taking_the_rows_in_parts_changes_nothing(
 ) -> None:
     queries, ids, out = _random_rows(host), torch.arange(K).expand(2, 6, K), torch.zeros(2, 6, 16)
     whole = Exact(host, 1, queries, {3, K}).judge(slice(0, 6), ids, out, K)
-    monkeypatch.setattr("offload_decode.evals.exact._NUMBERS", numbers)
-    monkeypatch.setattr("offload_decode.evals.exact.BLOCK_TOKENS", 50)
+    monkeypatch.setattr("offload_decode.evals.fidelity._NUMBERS", numbers)
+    monkeypatch.setattr("offload_decode.evals.fidelity.BLOCK_TOKENS", 50)
     torch.testing.assert_close(Exact(host, 1, queries, {3, K}).judge(slice(0, 6), ids, out, K), whole)
 
 

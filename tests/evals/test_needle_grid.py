@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from offload_decode.cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
@@ -23,21 +24,15 @@ from offload_decode.evals.plots import save_needles
 from offload_decode.evals.runs import Stores
 from offload_decode.evals.tasks.base import string_match
 from offload_decode.evals.verdict import of_needles
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer, StepStats
-from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(100)))
 PLAN = GridPlan((300, 500), (0.0, 0.5, 1.0), "topk", {"budget": "16"}, trials=2)
 SMALL = GridPlan((200, 300), (0.0, 1.0), "topk", {"budget": "16"})
 NEEDLE = re.compile(r" ?One of the special magic numbers for [\w-]+ is: (\d+)\. ?")
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap(text_model(), tiny_tokenizer(), "tiny")
 
 
 def _stores(loaded: LoadedModel, contexts: list[str]) -> Stores:
@@ -104,19 +99,17 @@ def test_one_needle_in_each_text_at_its_depth_and_none_in_the_control(
     assert len(contexts) == 16
 
 
-def test_who_reads_the_store_finds_the_needle_and_not_in_the_control(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("answer", "means"), [(_look_up, [1, 1, 0]), (lambda engine, question: question, [0, 0, 0])]
+)
+def test_who_reads_the_store_finds_the_needle_and_who_repeats_the_question_nothing(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, answer: Any, means: list[int]
 ) -> None:
-    _answering(monkeypatch, _look_up)
-    grid, _ = _run(loaded, SMALL)
-    assert (grid.mean("dense"), grid.mean("selected"), grid.mean("control")) == (1, 1, 0)
-
-
-def test_only_what_was_generated_is_scored(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    _answering(monkeypatch, lambda engine, question: question)
+    """Only what was generated is scored, and the control is not found."""
+    _answering(monkeypatch, answer)
     grid, contexts = _run(loaded, SMALL)
     assert all(any(cell.expected in text for text in contexts) for cell in grid.cells)
-    assert {grid.mean(panel) for panel in needle_grid.PANELS} == {0}
+    assert [grid.mean(panel) for panel in needle_grid.PANELS] == means
 
 
 def test_the_panels_are_dense_and_the_selector_with_its_options(
@@ -157,31 +150,13 @@ def test_json_holds_the_configuration_and_every_cell(
     configuration = read["configuration"]
     assert configuration["text_sha256"] == WORDS.sha256
     assert configuration["weights_hash"] == loaded.weights_hash
-    assert configuration["versions"].keys() == {
-        "python",
-        "offload-decode",
-        "torch",
-        "transformers",
-        "numpy",
-        "zarr",
-    }
-    assert {key: configuration[key] for key in ("model", "seed", "selector", "options", "lengths")} == {
-        "model": "tiny",
-        "seed": 0,
-        "selector": "topk",
-        "options": {"budget": "16"},
-        "lengths": [300, 500],
-    }
-    restored = [
-        Cell(
-            **{
-                name: ScoredText(**value) if isinstance(value, dict) else value
-                for name, value in cell.items()
-            }
-        )
-        for cell in read["cells"]
-    ]
-    assert tuple(restored) == grid.cells
+    libraries = "python offload-decode torch transformers numpy zarr"
+    assert configuration["versions"].keys() == set(libraries.split())
+    told = {"model": "tiny", "seed": 0, "selector": "topk", "options": {"budget": "16"}}
+    assert {key: configuration[key] for key in told} == told
+    assert configuration["lengths"] == [300, 500]
+    assert configuration["lengths"] == [300, 500]
+    assert TypeAdapter(tuple[Cell, ...]).validate_python(read["cells"]) == grid.cells
 
 
 def test_lengths_beyond_the_text_are_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

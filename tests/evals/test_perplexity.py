@@ -26,7 +26,7 @@ from offload_decode.evals.perplexity import (
 )
 from offload_decode.evals.runs import Record, Results
 from offload_decode.evals.stats import Estimate
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.append import GrowingStore
 from offload_decode.prefill_jobs.job import Settings
 from tests.tiny import text_model, tiny_tokenizer
@@ -34,20 +34,10 @@ from tests.tiny import text_model, tiny_tokenizer
 TEXT = " ".join(f"Thing {number} weighs {number * number} grams." for number in range(30))
 CHUNK = 20
 CONTENDERS = tuple(
-    Contender(name, options)
-    for name, options in [
-        ("topk", {"budget": "100%"}),
-        ("topk", {"budget": "4"}),
-        ("h2o", {"budget": "8"}),
-        ("quoka", {"budget": "8"}),
-    ]
+    Contender(name, {"budget": budget})
+    for name, budget in (("topk", "100%"), ("topk", "4"), ("h2o", "8"), ("quoka", "8"))
 )
 PLAN = PerplexityPlan(Haystack("text", TEXT), (90,), CONTENDERS, 2, CHUNK, (30, 1000))
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap(text_model(), tiny_tokenizer(), "tiny")
 
 
 def evaluation(loaded: LoadedModel, plan: PerplexityPlan, folder: Path) -> Perplexity:
@@ -159,11 +149,8 @@ def test_no_token_chooses_by_what_comes_after_it(loaded: LoadedModel, tmp_path: 
     changed = whole.copy()
     changed[100:] = changed[100:][::-1]
     store = GrowingStore(loaded, tmp_path, 1000, Settings())(whole[:90], lambda done: None)
-    for contender in (
-        *CONTENDERS,
-        Contender("topk", {"budget": "mass=0.9"}),
-        Contender("snapkv", {"budget": "8"}),
-    ):
+    others = Contender("topk", {"budget": "mass=0.9"}), Contender("snapkv", {"budget": "8"})
+    for contender in (*CONTENDERS, *others):
         one, other = (behind_store(loaded, store, contender, tokens[90:]).nll for tokens in (whole, changed))
         assert one[:9] == pytest.approx(other[:9], abs=1e-6), contender.label
         assert one[12:] != pytest.approx(other[12:], abs=1e-3)

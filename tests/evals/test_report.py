@@ -8,13 +8,13 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from bs4 import BeautifulSoup
 from playwright.sync_api import Browser, sync_playwright
 
 from offload_decode.common.errors import ConfigError
@@ -36,9 +36,9 @@ def right(task: str, length: int, way: str) -> float:
     return {"niah_single_1": 1.0, "vt": 0.97, "cwe": 0.5}.get(task, 0.9) * share
 
 
-def drawn_in(source: str | None) -> ElementTree.Element:
+def drawn_in(source: str) -> ElementTree.Element:
     """The picture in a data URI."""
-    kind, _, data = (source or "").partition(",")
+    kind, _, data = source.partition(",")
     assert kind == "data:image/svg+xml;base64"
     return ElementTree.fromstring(base64.b64decode(data))
 
@@ -47,57 +47,38 @@ def texts(drawn: ElementTree.Element) -> list[str]:
     return [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
 
 
-class _Read(HTMLParser):
-    """The elements of a page, and its text by element."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def of(self, name: str) -> list[dict[str, str | None]]:
-        return [attributes for tag, attributes in self.tags if tag == name]
+def parsed(text: str) -> BeautifulSoup:
+    return BeautifulSoup(text, "html.parser")
 
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     text = page([write_run(tmp_path / "run.jsonl", right)])
-    read = _Read(text)
-    assert not read.of("script")
-    assert not read.of("link")
-    pictures = [drawn_in(image["src"]) for image in read.of("img")]
+    read = parsed(text)
+    assert not read.find_all("script")
+    assert not read.find_all("link")
+    pictures = [drawn_in(image["src"]) for image in read.find_all("img")]
     for each in (each for picture in pictures for each in picture.iter()):
         assert each.tag.rpartition("}")[2] not in ("script", "image", "foreignObject", "a")
         assert all(
             value.startswith("#") for name, value in each.attrib.items() if name.rpartition("}")[2] == "href"
         )
-    assert {(link["href"] or "")[0] for link in read.of("a")} == {"#"}
+    assert {link["href"][0] for link in read.find_all("a")} == {"#"}
     assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "")
     assert "url(" not in text
     assert "@import" not in text
-    policy = next(meta["content"] for meta in read.of("meta") if meta.get("http-equiv"))
-    style = re.search(r"<style>(.*?)</style>", text, re.S)
-    assert style is not None
-    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
-    assert policy == (
+    digest = base64.b64encode(hashlib.sha256(read.style.string.encode()).digest()).decode()
+    assert read.select_one("meta[http-equiv]")["content"] == (
         f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     )
-    assert not [attributes for _, attributes in read.tags if "style" in attributes]
-    named = {attributes["id"] for _, attributes in read.tags if "id" in attributes}
-    assert {(link["href"] or "")[1:] for link in read.of("a")} <= named
+    assert not read.select("[style]")
+    assert {link["href"][1:] for link in read.find_all("a")} <= {each["id"] for each in read.select("[id]")}
 
 
 def test_a_grid_by_depth_names_its_tasks(tmp_path: Path) -> None:
     """Others than needles stand at one place of a text too: a task at 0 % is no effect of depth."""
     run = write_run(tmp_path / "run.jsonl", right, tasks=("niah_single_1", "qa_1"), questions=4)
     placed = {line["task"] for line in map(json.loads, run.read_text().splitlines()) if line.get("depth")}
-    assert f"95 % intervals: {', '.join(sorted(placed))}." in _Read(page([run])).text
+    assert f"95 % intervals: {', '.join(sorted(placed))}." in parsed(page([run])).text
 
 
 def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
@@ -114,26 +95,26 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
         way_budget=lambda way, length: 8,
     )
     text = page([run])
-    read = _Read(text)
-    assert not read.of("script")
-    assert not any(name.startswith("on") for _, attributes in read.tags for name in attributes)
+    read = parsed(text)
+    assert not read.find_all("script")
+    assert not any(name.startswith("on") for each in read.find_all() for name in each.attrs)
     assert "<script>alert('it ran')</script>\"'&\\u202e\\ud800\\u001b]0;" in read.text
     text.encode()
-    drawn = [text for image in read.of("img") for text in texts(drawn_in(image["src"]))]
+    drawn = [text for image in read.find_all("img") for text in texts(drawn_in(image["src"]))]
     assert any("\\u202e" in text for text in drawn)
     assert cut("a" * 1000, 10) == "a" * 10 + " … (990 more characters)"
 
 
 def test_chance_and_an_answered_control_come_first(tmp_path: Path) -> None:
-    lost = _Read(page([write_run(tmp_path / "lost.jsonl", 0.0)])).text
+    lost = parsed(page([write_run(tmp_path / "lost.jsonl", 0.0)])).text
     assert lost.index("no better than chance on every task") < lost.index("way of answering")
-    answered = _Read(page([write_run(tmp_path / "known.jsonl", 0.95, control=0.4, questions=60)])).text
+    answered = parsed(page([write_run(tmp_path / "known.jsonl", 0.95, control=0.4, questions=60)])).text
     assert answered.index("do not trust") < answered.index("way of answering")
     assert "no better than chance on" not in answered
 
 
 def test_the_worst_task_is_the_headline_and_every_number_is_in_a_table(tmp_path: Path) -> None:
-    read = _Read(page([write_run(tmp_path / "run.jsonl", right, seeds=(3, 4))]))
+    read = parsed(page([write_run(tmp_path / "run.jsonl", right, seeds=(3, 4))]))
     headline = read.text[read.text.index("way of answering") :]
     assert headline.index("cwe") < headline.index("vt")
     assert "Seeds 3, 4 are pooled" in read.text
@@ -144,15 +125,15 @@ def test_the_worst_task_is_the_headline_and_every_number_is_in_a_table(tmp_path:
         "0123456789abcdef",
     ):
         assert said in read.text
-    described = [image["alt"] or "" for image in read.of("img") if image.get("class") == "plot"]
+    described = [image["alt"] for image in read.select("img.plot")]
     assert len(described) == 2 + 6
     assert sum("topk: " in alt and " % at 64" in alt for alt in described) == 6
-    assert all(table.get("aria-label") for table in read.of("div") if table.get("class") == "scroll")
+    assert all(table.get("aria-label") for table in read.select("div.scroll"))
 
 
 def test_a_ratio_is_not_shown_where_dense_attention_fails(tmp_path: Path) -> None:
-    assert "% of dense" not in _Read(page([write_run(tmp_path / "weak.jsonl", 0.6, tasks=["vt"])])).text
-    assert "100 % of dense" in _Read(page([write_run(tmp_path / "good.jsonl", 1.0, tasks=["vt"])])).text
+    assert "% of dense" not in parsed(page([write_run(tmp_path / "weak.jsonl", 0.6, tasks=["vt"])])).text
+    assert "100 % of dense" in parsed(page([write_run(tmp_path / "good.jsonl", 1.0, tasks=["vt"])])).text
 
 
 def test_a_large_run_makes_a_small_page(tmp_path: Path) -> None:
@@ -178,10 +159,10 @@ def test_needle_grids_and_fidelity_are_shown_too(tmp_path: Path) -> None:
     entry["live"] = {"recall": 0.8, "mass": 0.95, "error": spread}
     found = {"configuration": {"model": "m"}, "entries": [entry], "failures": []}
     (tmp_path / "fidelity.json").write_text(json.dumps(found))
-    read = _Read(page([tmp_path / "needle.json", tmp_path / "fidelity.json"]))
+    read = parsed(page([tmp_path / "needle.json", tmp_path / "fidelity.json"]))
     for said_there in ("control: needle taken out", "topk, budget 64", "2K", "fidelity to exact attention"):
         assert said_there in read.text
-    assert not read.of("script")
+    assert not read.find_all("script")
 
 
 def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
@@ -190,7 +171,7 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
         write_likelihoods(tmp_path / "sliding.jsonl", "sliding"),
         write_sparsity(tmp_path / "sparsity.jsonl"),
     ]
-    read = _Read(page(runs))
+    read = parsed(page(runs))
     for said in (
         "Likelihood by position",
         "window:512",
@@ -204,10 +185,10 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
         "layer 4",
     ):
         assert said in read.text
-    captions = [(image["alt"] or "").partition(":")[0] for image in read.of("img")]
+    captions = [image["alt"].partition(":")[0] for image in read.find_all("img")]
     assert captions.count("2K tokens") == 2
     assert captions.count("every token of the text") == captions.count("Keys by layer") == 1
-    layers = drawn_in(read.of("img")[captions.index("Keys by layer")]["src"])
+    layers = drawn_in(read.find_all("img")[captions.index("Keys by layer")]["src"])
     assert [text for text in texts(layers) if text in "123456"] == ["2", "4"], "the layers that there are"
     assert "nothing to predict" not in read.text
     entropies = entropy_by_head(read_run(runs[2]))
@@ -217,14 +198,14 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
 
 
 def test_where_every_question_needs_the_same_nothing_is_predicted(tmp_path: Path) -> None:
-    read = _Read(page([write_sparsity(tmp_path / "sparsity.jsonl", steep=0.0)]))
+    read = parsed(page([write_sparsity(tmp_path / "sparsity.jsonl", steep=0.0)]))
     assert "Every question that tells needs 16 tokens: there is nothing to predict." in read.text
 
 
 def test_a_large_perplexity_is_written_in_digits(tmp_path: Path) -> None:
     run = write_likelihoods(tmp_path / "perplexity.jsonl")
     run.write_text(re.sub(r'"nll": \[[^]]*\]', f'"nll": {[9.8123] * 64}', run.read_text()))
-    text = _Read(page([run])).text
+    text = parsed(page([run])).text
     assert f"{math.exp(9.8123):,.2f}" in text
     assert "e+" not in text
 

@@ -31,13 +31,13 @@ from offload_decode.evals.sparsity import (
 )
 from offload_decode.evals.stats import FEWEST, block_mean, bootstrapped, pearson, spearman
 from offload_decode.kv.host_cache import HostKV
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, ModelShape
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import text_model
 
 N = 100
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(200)))
@@ -79,11 +79,6 @@ def test_keys_are_counted_from_the_heaviest_wherever_they_lie() -> None:
     entropy, keys = constructed(weights.log())
     assert keys.flatten().tolist() == [2, 3, 3, 4]
     assert entropy.item() == pytest.approx(-(weights * weights.log()).sum().item(), abs=1e-6)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap(text_model(), tiny_tokenizer(), "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -72,10 +72,7 @@ def towns(rng: random.Random, count: int) -> list[str]:
 def _filled(rng: random.Random, sentence: str) -> str:
     """A sentence with a town and a thing (`brisk lantern`) drawn for it, and a person for `{anyone}`."""
     return sentence.format(
-        name="{name}",
-        anyone=people(rng, 1)[0],
-        town=towns(rng, 1)[0],
-        thing=words.key(rng).replace("-", " "),
+        name="{name}", anyone=people(rng, 1)[0], town=towns(rng, 1)[0], thing=words.key(rng).replace("-", " ")
     )
 
 

@@ -51,7 +51,6 @@ class Passkey(Task):
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
-        """Another key."""
         return words.number(rng, _DIGITS)
 
 

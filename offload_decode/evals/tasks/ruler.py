@@ -206,11 +206,9 @@ class NeedleAmongNeedles(Task):
 
     @property
     def per_context(self) -> int:
-        """How many of the needles are asked for."""
         return self.asked
 
     def key(self, rng: random.Random) -> str:
-        """A key."""
         return words.key(rng)
 
     def context(self, rng: random.Random, material: Material) -> Context:
@@ -248,7 +246,6 @@ class NeedleAmongNeedles(Task):
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
-        """A value of the right kind."""
         return _values(rng, self.kind, 1)[0]
 
 
@@ -370,7 +367,6 @@ class CommonWords(Task):
         return Context(write(count), write(count, instead), (most_common(common),), (None,))
 
     def guess(self, rng: random.Random, question: Question) -> str:
-        """So many words of those that it could have been."""
         return ", ".join(islice(words.vocabulary(rng), self.common))
 
 
@@ -425,7 +421,6 @@ class FrequentWords(Task):
         return Context(write(total), write(total, instead), (question,), (None,))
 
     def guess(self, rng: random.Random, question: Question) -> str:
-        """So many words of six letters."""
         return ", ".join(words.distinct(lambda: words.coded(rng), self.asked))
 
 

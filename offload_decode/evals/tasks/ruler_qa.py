@@ -220,12 +220,10 @@ class SingleHop(Task):
 
     @property
     def questions(self) -> Questions:
-        """Where questions and documents are from."""
         return self.source or ours(self.hops)
 
     @property
     def per_context(self) -> int:
-        """How many questions share a text."""
         return self.asked
 
     def parameters(self) -> dict[str, Any]:

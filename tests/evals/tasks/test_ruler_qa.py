@@ -18,30 +18,22 @@ from offload_decode.evals.tasks.base import Question, normal
 from offload_decode.evals.tasks.ruler_qa import MultiHop, SingleHop, ours, read, task_of
 from tests.tiny import tiny_tokenizer
 
+RAIN = "It rains. " * 20
+IMPOSSIBLE = {"id": "x", "question": "Why?", "answers": [], "is_impossible": True}
+
+
+def paragraph(town: str) -> dict[str, Any]:
+    answers = [{"text": f"{the}Queen {town}", "answer_start": 0} for the in ("", "the ")]
+    asked = {"id": town, "question": f"Who founded Town {town}?", "answers": answers, "is_impossible": False}
+    return {"context": f"Town {town} was founded by Queen {town}. {RAIN}", "qas": [asked, IMPOSSIBLE]}
+
+
 SQUAD = {
     "version": "v2.0",
     "data": [
         {
             "title": f"Article {article}",
-            "paragraphs": [
-                {
-                    "context": f"Town {article}{number} was founded by Queen {article}{number}. "
-                    + "It rains. " * 20,
-                    "qas": [
-                        {
-                            "id": f"{article}{number}",
-                            "question": f"Who founded Town {article}{number}?",
-                            "answers": [
-                                {"text": f"Queen {article}{number}", "answer_start": 0},
-                                {"text": f"the Queen {article}{number}", "answer_start": 0},
-                            ],
-                            "is_impossible": False,
-                        },
-                        {"id": "x", "question": "Why?", "answers": [], "is_impossible": True},
-                    ],
-                }
-                for number in range(6)
-            ],
+            "paragraphs": [paragraph(f"{article}{number}") for number in range(6)],
         }
         for article in "ABCDE"
     ],
@@ -262,12 +254,8 @@ def test_too_few_tokens_or_documents_are_refused(tmp_path: Path) -> None:
 
 def test_a_guess_is_of_the_kind_that_is_asked_for() -> None:
     rng, task = random.Random(0), tasks.get("qa_1")
-    assert task.guess(
-        rng, Question("… Question: Which is older, Rome or Paris?", "", ("Rome",), any_of=True)
-    ) in (
-        "Rome",
-        "Paris",
-    )
+    older = Question("… Question: Which is older, Rome or Paris?", "", ("Rome",), any_of=True)
+    assert task.guess(rng, older) in ("Rome", "Paris")
     assert task.guess(rng, Question("… Question: Is Rome old?", "", ("yes",), any_of=True)) == "yes"
     questions = ours(1).asked
     asked = [Question(f"Question: {one.question}", "", one.answers, any_of=True) for one in questions]
@@ -277,10 +265,6 @@ def test_a_guess_is_of_the_kind_that_is_asked_for() -> None:
 
 def test_string_match_takes_any_answer_anywhere_and_exact_match_the_whole() -> None:
     task, question = tasks.get("qa_1"), Question("Question: Who?", "", ("Ada", "Ada King"), any_of=True)
-    for said, ruler, exact in [
-        ("Ada", 1, 1),
-        ("ada king.", 1, 1),
-        ("It is Ada or Bob.", 1, 0),
-        ("Bob", 0, 0),
-    ]:
-        assert (task.ruler_score(question, said), task.score(question, said)) == (ruler, exact)
+    scores = {"Ada": (1, 1), "ada king.": (1, 1), "It is Ada or Bob.": (1, 0), "Bob": (0, 0)}
+    for said, both in scores.items():
+        assert (task.ruler_score(question, said), task.score(question, said)) == both

@@ -1,0 +1,13 @@
+"""The tiny model that all evaluations here measure."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload_decode.models.loading import LoadedModel, wrap
+from tests.tiny import text_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap(text_model(), tiny_tokenizer(), "tiny")
