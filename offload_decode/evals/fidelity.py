@@ -144,11 +144,6 @@ class Exact:
         return stored.read(ids.cpu().flatten(), self.host.device).reshape(*ids.shape, stored.dim)
 
 
-def together(queries: list[Queries]) -> Queries:
-    """The rows of several calls of one layer, in their order, each standing for itself."""
-    return replace(queries[0], rows=torch.cat([one.rows for one in queries], dim=1), group=1, tokens=1)
-
-
 def _relative(difference: Tensor, dense: Tensor) -> Tensor:
     norm, of = difference.norm(dim=-1), dense.norm(dim=-1)
     return torch.where(norm == 0, 0.0, norm / of)
@@ -407,10 +402,12 @@ class Source:
         kv_heads = host.store.manifest.shape.kv_heads
         by_layer = grouped(itertools.chain.from_iterable(self.conversations), lambda call: call.layer)
         self.tokens = sum(call.query.shape[2] for call in next(iter(by_layer.values()), []))
-        self.exact = {
-            layer: Exact(host, layer, together([call.queries(kv_heads) for call in calls]), ks)
-            for layer, calls in by_layer.items()
-        }
+        self.exact = {}
+        for layer, calls in by_layer.items():
+            queries = [call.queries(kv_heads) for call in calls]
+            rows = torch.cat([one.rows for one in queries], dim=1)
+            # Each row stands for itself.
+            self.exact[layer] = Exact(host, layer, replace(queries[0], rows=rows, group=1, tokens=1), ks)
 
     def judge(
         self, prefix: StoredPrefix, per_layer: Mapping[int, int | None], step: Callable[[], None]
