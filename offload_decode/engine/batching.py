@@ -90,7 +90,10 @@ class _Run:
         self.done, self.logits = 0, list[Tensor]()
 
     def wanted(self) -> Tensor:
-        return torch.cat(self.logits)[-self.asked :] if self.every else self.logits[-1]
+        if not self.every:
+            return self.logits[-1]
+        whole = torch.cat(self.logits)
+        return whole[len(whole) - self.asked :]  # none, where a turn has only pending tokens
 
 
 class _Part(NamedTuple):

@@ -68,12 +68,13 @@ class Conversation:
         """Take back every token after the first `length`, which must not reach into the stored ones."""
         if not self.prefix.length <= length <= self.length:
             raise ConfigError(
-                f"cannot crop to {length} of {self.length} tokens: {self.prefix.length} are stored"
+                f"cannot crop to {length} of {self.length} tokens: the {self.prefix.length} stored ones stay"
             )
         if self.selector.remembers and length < self.length:
             if length > self.prefix.length:
                 raise ConfigError(
-                    f"selector '{self.selector.name}' dropped tokens: crop to the stored, or fork the engine"
+                    f"selector '{self.selector.name}' cannot bring back tokens that it has dropped: crop "
+                    f"to the {self.prefix.length} stored tokens, or fork the engine before you branch"
                 )
             self.selector.reset()
         self.pending = []
@@ -110,6 +111,7 @@ class Conversation:
         return logits
 
     def has_run(self, run: list[int]) -> None:
+        """The cache has grown by these ids."""
         self.tokens += run
         self.pending = []
 
@@ -151,7 +153,8 @@ class Conversation:
             yield token
             if self.tokens + self.pending != so_far:
                 raise ConfigError(
-                    "this engine went on with something else before its answer ended: give each a fork (fork)"
+                    "this engine went on with something else before its answer ended: give answers that "
+                    "are written at the same time a fork each (Engine.fork)"
                 )
             if processors.append(token):
                 return
@@ -210,7 +213,9 @@ class Conversation:
         extends this conversation meanwhile: raises `ConfigError` where somebody does.
         """
         if not self._lock.acquire(blocking=False):
-            raise ConfigError("another thread is extending this engine: give each a fork of its own (fork)")
+            raise ConfigError(
+                "another thread is extending this engine: give each thread its own fork (Engine.fork)"
+            )
         try:
             before, pending, chosen = self.cache.tails[0].tail.length, self.pending, self.prefix.chosen
             remembered = chosen.fork() if chosen.forks else chosen
@@ -249,7 +254,8 @@ def _ids(tokens: Sequence[int] | Tensor) -> list[int]:
         given = given[0]
     if given.ndim != 1:
         raise ConfigError(
-            f"tokens of the shape {list(given.shape)} are not one row: fork for each, or use answer_many"
+            f"tokens of the shape {list(given.shape)} are not one row, and an engine holds one "
+            "conversation: give each row its own fork (Engine.fork), or put questions to answer_many"
         )
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise ConfigError(f"tokens must be whole numbers, the ids of tokens, and not {given.dtype}")

@@ -86,6 +86,7 @@ class Pieces:
         self._ready = 0
 
     def push(self, token: int) -> str:
+        """The text that one more token completes; it may be empty."""
         self._tokens.append(token)
         many = len(self._tokens)
         if many > _LONG and many % (many // 8):  # all are decoded again, so not after every one
@@ -101,6 +102,7 @@ class Pieces:
         return written[len(before) :]
 
     def rest(self) -> str:
+        """The text that is left when no more tokens come."""
         before = decode(self._tokenizer, self._tokens[: self._ready])
         rest, self._tokens, self._ready = self._written[len(before) :], [], 0
         return rest

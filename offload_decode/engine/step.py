@@ -83,6 +83,7 @@ class StoredPrefix:
         return partial(self._finish, layer, self._queries(query, scaling, softcap).sent())
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
+        """`begin` and what it returns, in one call."""
         return self.begin(layer, query, scaling, softcap)()
 
     def _finish(self, layer: int, queries: Queries) -> AttentionState:
@@ -155,6 +156,7 @@ class StoredPrefix:
         return rows * self.length - selected
 
     def fresh(self) -> StoredPrefix:
+        """The same prefix for a conversation that begins."""
         forked = self.fork()
         forked.selector.reset()
         return forked
@@ -209,7 +211,8 @@ class ScatteredPrefix(StoredPrefix):
         super().__init__(whole.host, whole.chosen)
         if whole.selector.remembers:
             raise ConfigError(
-                f"selector '{whole.selector.name}' remembers a conversation: choose another, such as topk"
+                f"selector '{whole.selector.name}' remembers a conversation, which workers with a part of "
+                "the store do not know: choose another, such as topk"
             )
         self.ask = ask
 

@@ -136,7 +136,8 @@ def _refuse_unknown(module: torch.nn.Module, others: dict[str, Any]) -> None:
     for name, value in others.items():
         if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT:
             raise UnsupportedModel(
-                f"{type(module).__name__} passes '{name}' to its attention, which is not served"
+                f"{type(module).__name__} passes '{name}' to its attention, which attention to stored "
+                "tokens does not know"
             )
 
 
@@ -150,7 +151,8 @@ class _WithoutGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise ConfigError(
-            "no gradients behind a stored prefix or through attention sinks: train with 'eager' attention"
+            "there are no gradients behind a stored prefix or through attention sinks: train on the "
+            "whole text with another attention (model.set_attn_implementation('eager'))"
         )
 
 

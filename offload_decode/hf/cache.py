@@ -92,9 +92,11 @@ class PrefixCache(RecurrentCache):
 
     @property
     def prefix(self) -> Prefix:
+        """The stored prefix, which all layers share."""
         return self.tails[0].prefix
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """`GeneratedLayer.update`. Raises `UnsupportedModel` outside a pass of a model that was switched."""
         if self.begun is None:
             raise UnsupportedModel(
                 "this cache is for a model that attends to its stored prefix: run engine.loaded.model"
@@ -102,6 +104,7 @@ class PrefixCache(RecurrentCache):
         return self.layers[layer_idx].update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Stored and generated tokens."""
         layer = self._keyed[layer_idx]
         return int(layer.prefix.length + layer.tail.length)
 
@@ -114,7 +117,10 @@ class PrefixCache(RecurrentCache):
         """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
         if not -self.tail_length <= tokens <= 0:
             most = self.tail_length
-            raise ConfigError(f"cannot crop by {tokens}: give minus the tokens to remove, at most {most}")
+            raise ConfigError(
+                f"cannot crop by {tokens}: give minus the number of tokens to remove, at most the {most} "
+                "that follow the stored prefix"
+            )
         if tokens and self.prefix.remembers:
             raise ConfigError(
                 "this selector cannot bring back tokens that it has dropped: begin with a new cache"
@@ -122,9 +128,11 @@ class PrefixCache(RecurrentCache):
         self.cut(self.tail_length + tokens)
 
     def reset(self) -> None:
+        """Forget the generated tokens, as `crop` does."""
         self.crop(-self.tail_length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these sequences."""
         for layer in self.tails:
             layer.tail.rows(indices)
         if self.tail_length:  # else any number of them may come
@@ -135,13 +143,15 @@ class PrefixCache(RecurrentCache):
     reorder_cache = batch_select_indices  # of beam search
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence."""
         if (rows := self.tails[0].tail.batch) is not None:
             self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding and prompt lookup, which would crop stored tokens."""
         raise ConfigError(
-            "assisted decoding and prompt lookup do not work behind a stored prefix: leave them out"
+            "assisted decoding and prompt lookup do not work behind a stored prefix: call generate "
+            "without assistant_model and prompt_lookup_num_tokens"
         )
 
     def cut(self, tail_length: int) -> None:
@@ -165,6 +175,7 @@ class PrefixCache(RecurrentCache):
         return self.known_states(tail_length) if self.recurrent else tail_length
 
     def trim(self) -> None:
+        """Free the room for more tokens: the next pass allocates it again."""
         for layer in self.tails:
             layer.tail.trim()
 
@@ -174,12 +185,14 @@ class PrefixCache(RecurrentCache):
         return sum(layer.tail.nbytes for layer in self.tails) + self.state_bytes
 
     def begin(self, rows: int, tokens: int) -> None:
+        """A pass of so many sequences and tokens begins."""
         length = self.tails[0].tail.length
         self.begun = threading.get_ident(), length
         if self.recurrent:
             self.mark_states(length, rows, tokens)
 
     def rebase(self) -> None:
+        """The generated KV has joined the prefix: start anew."""
         for layer in self.layers:
             layer.rebase()
         self.marks, self._last = {}, {}
@@ -195,15 +208,20 @@ class PrefixCache(RecurrentCache):
         return (~new).sum(dim=1)
 
     def take_back(self) -> None:
+        """Undo a pass that was interrupted. Raises `ConfigError` in another thread."""
         if self.begun is None:
             return
         thread, length = self.begun
         if thread != threading.get_ident():
             raise ConfigError(
-                "another thread runs a pass over this cache: give each its own (new_cache, fork)"
+                "another thread runs a pass over this cache, or was interrupted in one: give each thread "
+                "its own cache (Engine.new_cache, Engine.fork)"
             )
         if self.prefix.remembers:
-            raise ConfigError("this selector cannot undo a pass that was interrupted: begin with a new cache")
+            raise ConfigError(
+                "a pass over this cache was interrupted, and this selector cannot undo it: begin with a "
+                "new cache"
+            )
         self.cut(length)
 
     def show(self, tokens: int, shown: Tensor | None) -> None:
@@ -217,8 +235,10 @@ class PrefixCache(RecurrentCache):
         self._hide(shown)
 
     def refuse_rows(self, rows: int) -> NoReturn:
+        """Raise `ConfigError`, as a pass of so many sequences cannot follow those that are there."""
         raise ConfigError(
-            f"this cache holds {self.tails[0].tail.batch} sequences, and {rows} came: run as many each time"
+            f"this cache holds {self.tails[0].tail.batch} sequences, and {rows} came: run as many in "
+            "every pass, or change it with batch_select_indices or batch_repeat_interleave"
         )
 
     def check_room(self, tokens: int, shown: Tensor | None) -> None:
@@ -240,10 +260,12 @@ class PrefixCache(RecurrentCache):
 
     @property
     def prefix_length(self) -> int:
+        """Stored tokens."""
         return int(self.prefix.length)
 
     @property
     def tail_length(self) -> int:
+        """Tokens after the prefix."""
         return int(self.tails[0].tail.length)
 
     def _hide(self, shown: Tensor | None) -> None:

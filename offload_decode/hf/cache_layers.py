@@ -120,10 +120,12 @@ class GeneratedLayer(_Layer):
         return keys, values
 
     def visible(self) -> KV:
+        """Keys and values for the attention call."""
         return self.tail.view()
 
     @property
     def places(self) -> Places:
+        """What the last queries see of `visible`, where nothing is padding."""
         return Places()
 
     def get_seq_length(self) -> int:
@@ -195,6 +197,7 @@ class WindowLayer(GeneratedLayer):
 
     @property
     def places(self) -> Places:
+        """Those of the window; chunks are seen by a mask."""
         return Places(self.sliding_window)
 
     def near(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -99,7 +99,10 @@ def device_room(device: torch.device) -> int:
 def text_of(config: Any) -> Any:
     """The text model's config (a copy) of a config, which may be a wrapper's. Raises `UnsupportedModel`."""
     if config.is_encoder_decoder:
-        raise UnsupportedModel(f"'{config.model_type}' is an encoder-decoder model: use a decoder alone")
+        raise UnsupportedModel(
+            f"'{config.model_type}' is an encoder-decoder model, whose answers attend to an encoder's "
+            "output: use a model that is a decoder alone"
+        )
     text = deepcopy(config.get_text_config(decoder=True))
     if text.model_type in _SAME:
         text = _plain(text, _SAME[text.model_type])
@@ -121,7 +124,8 @@ def check_alone(config: Any) -> None:
     """`UnsupportedModel` for the config of a multimodal model that is loaded already."""
     if text_of(config).model_type != config.model_type:
         raise UnsupportedModel(
-            f"this '{config.model_type}' model is loaded with its encoders: give its folder or its id"
+            f"this '{config.model_type}' model is loaded with its encoders of images or sound: give its "
+            "folder or its transformers id, of which the text model alone is loaded"
         )
 
 
@@ -135,7 +139,9 @@ def class_of(text: Any) -> Any:
     module = import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
     name = type(text).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     if not hasattr(module, name):
-        raise UnsupportedModel(f"'{text.model_type}' is no language model that writes text")
+        raise UnsupportedModel(
+            f"'{text.model_type}' is no language model that writes text from left to right"
+        )
     return getattr(module, name)
 
 
@@ -155,6 +161,7 @@ def names_of(checkpoint: Collection[str], model: Any) -> Names:
     below = {name.removesuffix(inner[0]) for name in there if f".{name}".endswith(f".{inner[0]}")}
     own = max(sorted(below), key=lambda prefix: sum(prefix + name in there for name in inner), default=base)
     heads = [name for name in checkpoint if re.search(r"(^|\.)lm_head\.weight$", name)]
+    # Letter by letter: these are names, no paths.
     head = max(heads, key=lambda name: len(os.path.commonprefix([name, own])), default=None)  # noqa: RUF071
     mapping = {}
     if own not in ("", base):

@@ -76,6 +76,7 @@ class GraphPass:
 
     @property
     def layers(self) -> list[int]:
+        """The layers at whose attention it stops, in order."""
         return [stop.call.layer for stop in self._stops]
 
     def run(self, ids: Tensor, positions: Tensor, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
@@ -126,6 +127,7 @@ class Snapshot:
         self._places = [one.data_ptr() for one in self._tensors]
 
     def holds(self) -> bool:
+        """Whether nothing was taken out, put in or moved since."""
         return (
             [len(own) for own in self._sized] == self._sizes
             and all(own.get(name) is one for own, name, one in self._slots)

@@ -77,7 +77,8 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pas
     rows, tokens = new.shape[:2]
     if not tokens:
         raise ConfigError(
-            "generate left no tokens to run, without a mask over the stored ones: pass Engine.inputs"
+            "no tokens are left to run: without a mask, generate takes the first ids for the stored "
+            "tokens; pass a mask over stored and new tokens too, as Engine.inputs does"
         )
     if ids is not None:
         check_ids(ids, decoder)
@@ -147,7 +148,10 @@ def _check_kept(decoder: nn.Module, given: dict[str, Any]) -> None:
     hidden = mask is not None and mask.ndim == 2 and mask.shape[1] > ids.shape[1]
     later = positions is not None and bool((positions.amin(-1) > 0).any())
     if hidden or later:
-        raise UnsupportedModel("this model's own generate drops the stored prefix here: use Engine.answer")
+        raise UnsupportedModel(
+            "this model's own generate drops the stored prefix here, because its rotation would change: "
+            "use Engine.answer, which keeps the rotation of the store"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -161,13 +165,16 @@ def _takes_positions(decoder: type) -> bool:
 
 
 def check_ids(ids: Tensor, model: Any) -> None:
+    """Raise `ConfigError` if some ids are not in the vocabulary."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"token ids must be whole numbers (int64), and not {ids.dtype}")
     known = model.get_input_embeddings().num_embeddings
     least, most = torch.stack(ids.aminmax()).tolist()  # one wait for the device
     if least < 0 or most >= known:
         wrong = least if least < 0 else most
-        raise ConfigError(f"token id {wrong} is not in the vocabulary of 0 to {known - 1}")
+        raise ConfigError(
+            f"token id {wrong} is not in the vocabulary: the model has ids from 0 to {known - 1}"
+        )
 
 
 def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCache]) -> None:
@@ -178,7 +185,8 @@ def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCac
     weights = config.output_attentions if weights is None else weights
     if decoder.training:
         raise ConfigError(
-            "the model is in training mode, and stored tokens give no gradients: call model.eval()"
+            "the model is in training mode, and attention to stored tokens has neither dropout nor "
+            "gradients: call model.eval()"
         )
     if config._attn_implementation != NAME:
         raise UnsupportedModel(
@@ -187,17 +195,22 @@ def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCac
         )
     if weights:
         raise ConfigError(
-            "attention to stored tokens gives no weights: leave output_attentions out, of the config too"
+            "attention to stored tokens gives no weights to return: leave output_attentions out, or set "
+            "it to False in the model's config"
         )
     if not use_cache:
-        raise ConfigError("without use_cache=True every step would run and append all tokens again: pass it")
+        raise ConfigError(
+            "use_cache=False does not go with a stored prefix, because every step would run and append "
+            "all tokens again: pass use_cache=True, as Engine.inputs does"
+        )
     windows = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     for cache in caches:
         if cache.decoder not in (None, decoder):
             raise ConfigError("this cache belongs to another model: take one from the engine of this model")
         if cache.dtype not in (None, decoder.dtype) or not cache.windows.issubset(windows):
             raise ConfigError(
-                "the dtype or window of this model changed after its store was opened: reload both"
+                "the dtype or the sliding window of this model changed after its store was opened: load "
+                "the model again, and open the store with it"
             )
 
 
@@ -206,11 +219,13 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     prefix, tail = cache.prefix_length, cache.tail_length
     if mask.shape[1] != (whole := prefix + tail + tokens):
         raise ConfigError(
-            f"the attention mask covers {mask.shape[1]} tokens, but {whole} are there: pass ones for all"
+            f"the attention mask covers {mask.shape[1]} tokens, but {whole} are in the cache with its "
+            "stored prefix and the new ones: pass ones for the prefix and for earlier turns too, as "
+            "Engine.inputs does"
         )
     if len(mask) != rows:
         raise ConfigError(f"the attention mask has {len(mask)} rows, but there are {rows} to run")
-    # The engine's own masks are known to; reading a million entries at every step would be slow.
+    # The engine's own masks are known to show the prefix: a million entries are not read at every step.
     known, cache.shows_prefix = cache.shows_prefix is mask, None
     if not known and not bool((mask[:, :prefix] != 0).all()):
         raise ConfigError(_HIDES)
@@ -219,7 +234,8 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     before = shown[:, :tail]
     if not bool((before if earlier is None else before == earlier.to(before.device)).all()):
         raise ConfigError(
-            "the attention mask differs from that of an earlier pass over the same tokens: take a new cache"
+            "the attention mask differs from that of an earlier pass for tokens that both cover, and "
+            "tokens stay shown or hidden in a cache: begin with a new one"
         )
     return shown
 
@@ -230,10 +246,14 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
     if mask.dtype != torch.bool:
         raise ConfigError(NOT_BOOL)
     if any(cache.is_sliding):
-        raise ConfigError("this model has sliding-window layers, which need their own mask: pass a 2-D one")
+        raise ConfigError(
+            "this model has sliding-window layers, which need another mask than the others: pass a 2-D "
+            "attention mask, from which both are made"
+        )
     if len(mask) not in (1, rows) or mask.shape[1] != 1 or mask.shape[2] != tokens:
         raise ConfigError(
-            f"a prepared attention mask must be [{rows}, 1, {tokens}, …], and not {list(mask.shape)}"
+            f"a prepared attention mask must be [{rows}, 1, {tokens}, …] for these tokens, and not "
+            f"{list(mask.shape)}"
         )
     if mask.shape[-1] == prefix + tail + tokens:
         if not bool(mask[..., :prefix].all()):
@@ -242,7 +262,8 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
     if mask.shape[-1] != tail + tokens:
         whole = prefix + tail + tokens
         raise ConfigError(
-            f"the prepared attention mask covers {mask.shape[-1]} tokens, but {whole} are there"
+            f"the prepared attention mask covers {mask.shape[-1]} tokens, but {whole} are in the cache "
+            "with its stored prefix and the new ones"
         )
     return mask
 
@@ -252,13 +273,18 @@ def _check_positions(
 ) -> None:
     """A shown token stands behind all that are shown before it; the positions of padding do not matter."""
     if shown is None and cache.shown is not None:
-        raise ConfigError("earlier tokens of this cache are padding: pass a mask that hides them here too")
+        raise ConfigError(
+            "earlier tokens of this cache are padding: pass an attention mask that hides them here too"
+        )
     first = cache.get_seq_length()
     device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
     unpadded = torch.arange(first, first + tokens, device=device)[None]
     positions = unpadded if positions is None else positions
     if positions.ndim != 2 or positions.shape[-1] != tokens or len(positions) not in (1, rows):
-        raise ConfigError(f"position_ids must be [{rows}, {tokens}], and not {list(positions.shape)}")
+        raise ConfigError(
+            f"position_ids must be [{rows}, {tokens}], one for each new token, and not "
+            f"{list(positions.shape)}"
+        )
     expected = unpadded
     right = positions == unpadded
     if shown is not None:
@@ -269,7 +295,9 @@ def _check_positions(
         wrong = (~right).nonzero()[0].tolist()
         found, wanted = (int(one.expand_as(right)[tuple(wrong)]) for one in (positions, expected))
         raise ConfigError(
-            f"a new token has position {found}, but here it is {wanted}: positions do not count the padding"
+            f"a new token has position {found}, but behind the stored tokens and earlier turns it is "
+            f"{wanted}: pass an attention mask over all of them, and position_ids that do not count the "
+            "padding"
         )
 
 
@@ -292,7 +320,8 @@ class _FixedLength:
             return output
         if length == UNSAID:
             raise ConfigError(
-                "the cache does not state the length that its keys are rotated for: use Engine.new_cache"
+                "this model rotates keys by the length of the whole text, which this cache does not "
+                "state: take a cache from the engine (Engine.new_cache)"
             )
         # Buffers that are made in inference mode cannot be changed in place outside of it.
         with torch.inference_mode(False), torch.no_grad():

@@ -49,7 +49,9 @@ def latent_of(module: Any) -> Latent | None:
     widths = [getattr(module, name, None) for name in names]
     projection = getattr(module, "kv_b_proj", None)
     if projection is None or getattr(projection, "bias", None) is not None or None in widths:
-        raise UnsupportedModel(f"{type(module).__name__} expands latents otherwise than by a plain kv_b_proj")
+        raise UnsupportedModel(
+            f"{type(module).__name__} expands latents in another way than by kv_b_proj without a bias"
+        )
     return Latent(*widths)  # type: ignore[arg-type]
 
 

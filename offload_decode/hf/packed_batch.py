@@ -105,6 +105,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         return (layer if isinstance(layer, PackedLayer) else self.tails[0]).get_seq_length()
 
     def check_attended(self) -> None:
+        """Raise as `PrefixCache.check_attended` does; else the pass is over."""
         for layer in self.tails:
             if layer.unattended or not layer.updated:
                 raise UnsupportedModel(

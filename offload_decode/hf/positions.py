@@ -106,7 +106,8 @@ class Lengths:
         positions = self._rotated_for(known)
         if not known or positions.length != noted or tokens > (positions.most or math.inf):
             raise StoreMismatch(
-                "Keys are rotated by the length of a text, which this store does not state: prefill again."
+                "This model rotates keys by the length of the whole text, which the store does not "
+                "state: prefill again."
             )
         return positions
 
@@ -179,7 +180,8 @@ def _switches(rope: Mapping[str, Any]) -> tuple[int, ...]:
             length = one.get("original_max_position_embeddings")
             if type(length) is not int or not 0 < length <= _MOST:
                 raise UnsupportedModel(
-                    "longrope without original_max_position_embeddings cannot be rotated: mend config.json"
+                    "longrope parameters must state the length that the model was first trained on "
+                    "(original_max_position_embeddings), and these do not: mend config.json"
                 )
             found.add(length)
     return tuple(sorted(found))

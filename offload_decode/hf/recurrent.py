@@ -33,6 +33,7 @@ class States:
         return self.held.get(name)
 
     def put(self, name: str, state: Tensor) -> Tensor:
+        """Take the state after a pass; returned in the dtype in which it is kept."""
         self.held[name] = state.detach().to(self._dtypes.get(name, state.dtype))
         return self.held[name]
 
@@ -84,6 +85,7 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         self._last: Marks = {}  # where the last pass did
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution; None before the first token."""
         return self._states(layer_idx).get(f"conv{state_idx}")
 
     def update_conv_state(
@@ -97,6 +99,7 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         return self._states(layer_idx).push(f"conv{state_idx}", conv_states, conv_kernel_size)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a recurrence; None before the first token."""
         return self._states(layer_idx).get(f"recurrent{state_idx}")
 
     def update_recurrent_state(
@@ -135,7 +138,8 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         if held is None:
             known = ", ".join(str(prefix_length + mark) for mark in sorted(self.marks))
             raise ConfigError(
-                f"recurrent states are kept where a turn began alone: crop to {known} tokens, or fork before"
+                "this model has recurrent layers, whose states are kept only where a turn began: crop to "
+                f"{known} tokens, or fork before you branch"
             )
         self._replace_states(held)
         self.join(tail_length)
@@ -146,6 +150,7 @@ class RecurrentCache(Cache):  # type: ignore[misc]
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of all states, each counted once."""
         kept = [layers for marks in (self.marks, self._last) for layers in marks.values()]
         states = [state for layers in [self._held(), *kept] for state in layers.values()]
         held = {id(tensor): tensor for state in states for tensor in state.held.values()}
@@ -178,6 +183,7 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         states: States | None = self.layers[layer_idx].states
         if self.begun is None or states is None:
             raise UnsupportedModel(
-                f"layer {layer_idx} keeps a recurrent state without a place here: run engine.loaded.model"
+                f"layer {layer_idx} keeps a recurrent state that this cache has no place for: run "
+                "engine.loaded.model, with the configuration that its store was made with"
             )
         return states

@@ -61,14 +61,16 @@ def claimed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
         for field in ("rope_theta", "factor"):
             if not rope.get(field, 1.0) > 0:
                 raise UnsupportedModel(
-                    f"this '{name}' model has a {field} of {rope[field]}: mend its config.json"
+                    f"this '{name}' model has a {field} of {rope[field]}, and only positive ones make "
+                    "positions: mend its config.json"
                 )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision": images alone
         raise UnsupportedModel(f"this '{name}' model attends to later tokens too; use a causal model")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < 2:
         raise UnsupportedModel(
-            f"this '{name}' model has a sliding window of {window}, and sees no earlier token: mend it"
+            f"this '{name}' model has a sliding window of {window}, in which no token sees an earlier "
+            "one: mend its config.json, or use another model"
         )
     return observed_shape(config, dtype)
 
@@ -211,7 +213,8 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
     keeping = [i for i, own in enumerate(layers) if own.kind is not LayerKind.NONE]
     if not keeping:
         raise UnsupportedModel(
-            f"this '{name}' model keeps keys and values in none of its layers: use one with attention"
+            f"this '{name}' model keeps keys and values in none of its layers, so there is nothing to "
+            "store: use a model with attention"
         )
     searched = [i for i in keeping if layers[i].kind is LayerKind.FULL] or keeping[:1]
     found = ((seen[i][1], layers[i]) for i in searched)
@@ -224,7 +227,9 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
         )
     query_heads, kv_heads = geometries[0][:2]
     if query_heads % kv_heads:
-        raise UnsupportedModel(f"this '{name}' model has {query_heads} query heads for {kv_heads} KV heads")
+        raise UnsupportedModel(
+            f"this '{name}' model has {query_heads} query heads for {kv_heads} KV heads, not a multiple"
+        )
     return ModelShape(tuple(layers), query_heads)
 
 

@@ -34,14 +34,14 @@ def cached(
     the JSON there (else it raises TypeError or ValueError). Saved by `dump` where it took `slow_s` seconds.
     """
     if key not in _known:
-        try:
+        with suppress(TypeError, ValueError, RecursionError):
             _known[key] = parse(json.loads(load_text(key) or ""))
-        except (TypeError, ValueError, RecursionError):
-            began = time.monotonic()
-            value = compute()
-            if time.monotonic() - began >= slow_s:
-                save_text(key, json.dumps(dump(value)))
-            _known[key] = value
+    if key not in _known:
+        began = time.monotonic()
+        value = compute()
+        if time.monotonic() - began >= slow_s:
+            save_text(key, json.dumps(dump(value)))
+        _known[key] = value
     return _known[key]  # type: ignore[no-any-return]
 
 

@@ -71,8 +71,9 @@ def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
     shape, check = claimed_shape(config, dtype), check_equivalence(config)
     if not check.served:
         raise UnsupportedModel(
-            f"this '{config.model_type}' model is not served, because it failed the equivalence check with "
-            f"plain generation: {check.reason}; use a newer release of transformers, or another model"
+            f"this '{config.model_type}' model is not served, because it failed the equivalence check "
+            f"with plain generation behind a stored prefix: {check.reason}; use a newer release of "
+            "transformers, or another model"
         )
     return shape
 
@@ -207,6 +208,7 @@ class Trial:
         return self.worst
 
     def run_behind(self, ids: Tensor) -> None:
+        """Run the passes that are compared."""
         behind = self.prefilled(ids[:1, :PREFIX])
         self._turn("one token", behind.fork(behind.prefix), ids, PREFIX, 1)
         talk = behind.fork(behind.prefix)

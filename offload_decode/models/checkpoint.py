@@ -29,16 +29,47 @@ TOKENIZER, TEMPLATE, TEMPLATES = "tokenizer.json", "chat_template.json", "additi
 _MIB = 1 << 20
 # The largest that are known have a tenth of it.
 _SMALL, _LARGE = 16 * _MIB, 512 * _MIB
-_TABLES = [INDEX, TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt"]
-_SETTINGS = ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"]
-_SETTINGS += ["added_tokens.json", CONFIG, TEMPLATE, "chat_template.jinja"]
-_MOST_BYTES = dict.fromkeys(_SETTINGS, _SMALL) | dict.fromkeys(_TABLES, _LARGE)
+_MOST_BYTES = {
+    CONFIG: _SMALL,
+    "generation_config.json": _SMALL,
+    "tokenizer_config.json": _SMALL,
+    "special_tokens_map.json": _SMALL,
+    "added_tokens.json": _SMALL,
+    "chat_template.jinja": _SMALL,
+    TEMPLATE: _SMALL,
+    INDEX: _LARGE,
+    TOKENIZER: _LARGE,
+    "tokenizer.model": _LARGE,
+    "vocab.json": _LARGE,
+    "merges.txt": _LARGE,
+}
 
 # Beyond these a config is a mistake: building such a model, even without weights, would not end.
-_OPTIONAL = {"moe_intermediate_size": 1 << 22, "num_experts_per_tok": 1 << 14, "num_labels": 1 << 14}
-_OPTIONAL |= dict.fromkeys(["num_key_value_heads", "head_dim", "num_experts", "num_local_experts"], 1 << 14)
-_MOST = _OPTIONAL | {"num_hidden_layers": 512, "num_attention_heads": 1 << 14, "hidden_size": 1 << 20}
-_MOST |= {"intermediate_size": 1 << 22, "vocab_size": 1 << 26}
+_MOST = {
+    "num_hidden_layers": 512,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "vocab_size": 1 << 26,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
+    "num_labels": 1 << 14,
+}
+_OPTIONAL = frozenset(
+    [
+        "num_key_value_heads",
+        "head_dim",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "num_labels",
+    ]
+)
 _BY_LAYER = ("intermediate_size", "num_key_value_heads")
 _MOST_LISTED = 1 << 15
 """Entries of a list or an object in a config: they are copied and compared many times."""
@@ -168,7 +199,8 @@ def _named_files(source: str) -> list[Path]:
         folder, found = _fetched(source)
     if (folder / "adapter_config.json").exists():
         raise ModelError(
-            f"{source} is an adapter: save it merged into its model (merge_and_unload), and give that"
+            f"{source} is an adapter: merge it into its model (merge_and_unload), save that, and give the "
+            "folder of the whole"
         )
     if found is None:
         _refuse_without_weights(source, folder)
@@ -208,8 +240,9 @@ def _refuse_without_weights(source: str, folder: Path) -> NoReturn:
     if Path(source).is_dir() and not pickled:
         raise ModelError(f"{source} has no weights: it needs a {WEIGHTS}, or several and a {INDEX}")
     raise ModelError(
-        f"the weights of {source} are pickled ({pickled[0] if pickled else f'it has no {WEIGHTS}'}), and may "
-        "run hidden code: take safetensors, or convert what you trust (from_pretrained(…).save_pretrained(…))"
+        f"the weights of {source} are pickled ({pickled[0] if pickled else f'it has no {WEIGHTS}'}), and "
+        "reading a pickle can run code that is hidden in it: take a checkpoint with safetensors, or, where "
+        "you trust this one, convert it with AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
     )
 
 
@@ -241,7 +274,8 @@ def _check_files(folder: Path) -> None:
             raise ModelError(f"{path} is not a regular file: fetch the checkpoint again")
         if (held := path.stat().st_size) > most:
             raise ModelError(
-                f"{path} has {held / _MIB:,.0f} MiB, more than {most // _MIB}: fetch the checkpoint again"
+                f"{path} has {held / _MIB:,.0f} MiB, where {most // _MIB} MiB are more than enough: fetch "
+                "the checkpoint again"
             )
 
 
@@ -278,7 +312,8 @@ def _check_lists(config: dict[str, Any]) -> None:
         own = parts.pop()
         if len(own) > _MOST_LISTED:
             raise ModelError(
-                f"its config.json lists {len(own):,} things in one place: fetch the checkpoint again"
+                f"its config.json lists {len(own):,} things in one place, where {_MOST_LISTED:,} are more "
+                "than enough: fetch the checkpoint again"
             )
         inner = own.values() if isinstance(own, dict) else own
         parts += [one for one in inner if isinstance(one, dict | list)]

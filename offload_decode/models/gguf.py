@@ -15,15 +15,34 @@ from offload_decode.common.files import NotPlain, open_plain
 
 SUFFIX = ".gguf"
 _STRING, _ARRAY = 8, 9
-_NUMBERS = dict(enumerate(["<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"])) | {10: "<Q", 11: "<q", 12: "<d"}
+_NUMBERS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _MOST_PAIRS, _MOST_TENSORS = 1 << 16, 1 << 20
 _MOST_TEXT, _MOST_LISTED, _MOST_BYTES = 1 << 26, 1 << 24, 1 << 29  # of a text, a list, all that is said
-_COUNTS = ["head_count", "head_count_kv", "key_length", "value_length"]
-_MOST_SIZE = {"block_count": 512, "embedding_length": 1 << 20, "vocab_size": 1 << 26}
-_MOST_SIZE |= dict.fromkeys(["feed_forward_length", "expert_feed_forward_length"], 1 << 22)
-_MOST_SIZE |= dict.fromkeys(
-    [*(f"attention.{own}" for own in _COUNTS), "expert_count", "expert_used_count"], 1 << 14
-)
+_MOST_SIZE = {
+    "block_count": 512,
+    "embedding_length": 1 << 20,
+    "feed_forward_length": 1 << 22,
+    "expert_feed_forward_length": 1 << 22,
+    "attention.head_count": 1 << 14,
+    "attention.head_count_kv": 1 << 14,
+    "attention.key_length": 1 << 14,
+    "attention.value_length": 1 << 14,
+    "vocab_size": 1 << 26,
+    "expert_count": 1 << 14,
+    "expert_used_count": 1 << 14,
+}
 
 
 def check_gguf(path: Path) -> None:
@@ -38,7 +57,8 @@ def check_gguf(path: Path) -> None:
         raise ModelError(f"{path} cannot be read as GGUF, because {error}: fetch it again") from error
     if said.get("split.count", 0) > 1:
         raise ModelError(
-            f"{path} is one of {said['split.count']} pieces: join them (llama-gguf-split --merge)"
+            f"{path} is one of {said['split.count']} pieces: join them with llama-gguf-split --merge, and "
+            "give the whole"
         )
 
 

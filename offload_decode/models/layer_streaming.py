@@ -59,7 +59,10 @@ def stream(model: Any, device: torch.device) -> None:
     layers = layers_of(model)
     if not layers:
         kind = model.config.model_type
-        raise UnsupportedModel(f"this '{kind}' model has no list of layers to stream: leave --weights out")
+        raise UnsupportedModel(
+            f"this '{kind}' model has no list of layers whose weights could be streamed: leave --weights "
+            "out, or take int8 or int4"
+        )
     waiting = dict.fromkeys(module for layer in layers for module in layer.modules())
     output = model.get_output_embeddings() if has_own_output(model) else None
     with torch.inference_mode(False), torch.no_grad():

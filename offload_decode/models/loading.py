@@ -79,9 +79,15 @@ class LoadedModel:
 
     def stated(self, positions: Positions) -> dict[str, Any]:
         """What a store's manifest says of the model, where its tokens have these positions."""
-        hashes = {"model_config_hash": self.config_hash, "tokenizer_hash": self.tokenizer_hash}
-        hashes |= {"model_id": self.model_id, "weights_hash": self.weights_hash, "dtype": self.dtype}
-        return {**hashes, "shape": self.shape, "rope": self.rope | positions.noted}
+        return {
+            "model_id": self.model_id,
+            "model_config_hash": self.config_hash,
+            "weights_hash": self.weights_hash,
+            "tokenizer_hash": self.tokenizer_hash,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "rope": self.rope | positions.noted,
+        }
 
     @property
     def known_tokenizer(self) -> Any:
@@ -115,7 +121,8 @@ class LoadedModel:
     ) -> Any:
         if self.streamed and module is self.model:
             raise ConfigError(
-                "this model's weights are streamed for a prefill: load it with other weights to ask it"
+                "this model's weights are streamed for a prefill, and an answer would read all of them "
+                "for every token: load it with other weights to ask it"
             )
         # A config may differ in the last two, so they are passed in every call.
         with torch.inference_mode():
@@ -167,7 +174,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
                 first = chosen_device if weights == "auto" else torch.device("cpu")
                 model, fingerprint = read_gguf(found[0], config, dtype, first)
             elif stated is not None:
-                model, fingerprint = read_packed(source, found, config, dtype, chosen_device)
+                model, fingerprint = read_packed(source, found, config, stated, dtype, chosen_device)
             else:
                 model, fingerprint = _read_weights(source, found, config, dtype)
             if weights == STREAMED:

@@ -26,7 +26,15 @@ _PACKAGES = ("offload-decode", "torch", "transformers", "numpy", "zarr")
 
 def made_with(loaded: LoadedModel) -> dict[str, Any]:
     """The model by its id and weights, its dtype, where it ran, and the versions of what ran it."""
-    known = {"model": loaded.model_id, "weights_hash": loaded.weights_hash, "dtype": loaded.dtype}
-    versions = {name: version(name) for name in _PACKAGES} | plugins.versions()
-    ran = {"device": str(loaded.device), "processor": cpu_name()}
-    return {**known, **ran, "versions": {"python": platform.python_version(), **versions}}
+    return {
+        "model": loaded.model_id,
+        "weights_hash": loaded.weights_hash,
+        "dtype": loaded.dtype,
+        "device": str(loaded.device),
+        "processor": cpu_name(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in _PACKAGES},
+            **plugins.versions(),
+        },
+    }

@@ -46,7 +46,10 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any)
     `TemplateRefuses`, and `ModelError` where the template is, or writes, too much.
     """
     if len(str(tokenizer.chat_template)) > LONGEST_TEMPLATE:
-        raise ModelError(f"the chat template has more than {LONGEST_TEMPLATE:,} characters: mend it")
+        raise ModelError(
+            f"the chat template of this model has more than {LONGEST_TEMPLATE:,} characters: mend it, or "
+            "fetch the checkpoint again"
+        )
     try:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **more))
     except MemoryError:
@@ -56,7 +59,10 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any)
     # Some put a message there twice, or escaped.
     own = len(text) - LONGEST_WRITTEN
     if own > 0 and own > 4 * len(json.dumps([list(messages), more])):
-        raise ModelError(f"the chat template writes more than {LONGEST_WRITTEN:,} characters: mend it")
+        raise ModelError(
+            f"the chat template of this model writes more than {LONGEST_WRITTEN:,} characters of its own: "
+            "mend it, or fetch the checkpoint again"
+        )
     return text
 
 
@@ -97,7 +103,9 @@ def _encoded(tokenizer: Any, text: str, letters: bool) -> list[int]:
         if is_out_of_memory(error) or not (isinstance(error, Exception) or panicked(error)):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"the tokenizer fails on the text ({reason}): fetch the checkpoint again") from error
+        raise ModelError(
+            f"the tokenizer fails on the text ({reason}): fetch the checkpoint again, or take another"
+        ) from error
 
 
 def panicked(error: BaseException) -> bool:
@@ -267,7 +275,9 @@ def prompt_for(tokenizer: Any) -> Prompt:
             return _chat(tokenizer, join, lambda text: [{"type": "text", "text": text}])
     except (TemplateRefuses, ValueError, IndexError) as error:
         raise ModelError(
-            "the chat template of this tokenizer fails or changes the user's text: take another, or none"
+            "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
+            "be prefilled before the question: use a tokenizer without a chat template, or with another "
+            "one"
         ) from error
 
 

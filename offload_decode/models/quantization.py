@@ -217,7 +217,8 @@ def _library() -> Any:
         import bitsandbytes
     except ImportError as error:
         raise ConfigError(
-            "int8 and int4 need bitsandbytes: pip install 'offload-decode[quant]', or leave --weights out"
+            "weights in int8 or int4 need bitsandbytes: pip install 'offload-decode[quant]', or leave "
+            "--weights out"
         ) from error
     _quieten_bitsandbytes()
     return bitsandbytes

@@ -55,16 +55,18 @@ def _names(found: list[Path], config: Any) -> Names:
     # Transformers makes room for weights that are not there, and fills it. A number has a byte at the least.
     if quantization.quantization_of(config) is None and parameters > held:
         raise ModelError(
-            f"its config.json has {parameters:,} parameters, and the files of its weights have {held:,} bytes"
+            f"its config.json describes {parameters:,} parameters, and the files of its weights have "
+            f"{held:,} bytes: fetch the checkpoint again"
         )
     return names_of(weight_names(found), model)
 
 
 def read_packed(
-    source: str, found: list[Path], config: Any, dtype: str, device: torch.device
+    source: str, found: list[Path], config: Any, stated: dict[str, Any], dtype: str, device: torch.device
 ) -> tuple[Any, str]:
-    """A checkpoint in few bits on its device, and its fingerprint, which is that of its files."""
-    stated = quantization.quantization_of(config) or {}
+    """A checkpoint in few bits on its device, as its quantization is `stated`, and its fingerprint, which is
+    that of its files.
+    """
     with quantization.hushed():
         how = quantization.reading(stated, device)
         if stated["quant_method"] == "fp8" and "quantization_config" in how:
@@ -110,10 +112,11 @@ def _check_blocks(found: list[Path], stated: dict[str, Any]) -> None:
                 for size, one, step in zip(sizes[-2:], scales[-2:], block, strict=False):
                     if one > 1 and size != one * step:
                         raise ModelError(
-                            f"its FP8 weight {weight} is not of whole blocks, which are read on a GPU of "
-                            "compute capability 8.9 or later alone: pip install kernels"
+                            f"its FP8 weight {weight} is not of whole blocks, and such are read only on a "
+                            "GPU of compute capability 8.9 or later, with kernels: pip install kernels"
                         )
     if not scaled:
         raise ModelError(
-            "its config.json says that its weights are FP8, and they have no scales: mend quantization_config"
+            "its config.json says that its weights are FP8, and they have no scales: take "
+            "quantization_config out of it, or fetch the checkpoint again"
         )
