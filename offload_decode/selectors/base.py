@@ -38,12 +38,12 @@ class SelectorOptions:
 class Selector(ABC):
     """One way of choosing tokens. Subclasses set the class variables and write `choose`.
 
-    name: the module's name, `+` for `_`. reads: what choosing reads in a step, for each layer and KV head.
-    holds: memory beyond the store. per_row: a row's tokens depend on that row alone, so that a long question
-    can be taken in parts. one_question: all tokens of a pass choose together, so that a batch's padding must
-    not be among them. remembers: the choice depends on earlier tokens of the conversation. pass_tokens: how
-    much of a question one forward pass takes; what is chosen depends on it where `pass_tokens` is
-    WHOLE_QUESTION, and nowhere else.
+    name: as users write it, on a line of its own, by which the registry finds the class. reads: what choosing
+    reads in a step, for each layer and KV head. holds: memory beyond the store. per_row: a row's tokens
+    depend on that row alone, so that a long question can be taken in parts. one_question: all tokens of a
+    pass choose together, so that a batch's padding must not be among them. remembers: the choice depends on
+    earlier tokens of the conversation. pass_tokens: how much of a question one forward pass takes; what is
+    chosen depends on it where `pass_tokens` is WHOLE_QUESTION, and nowhere else.
 
     `budgets` says how many tokens each layer will ask for; `Budgeted` holds the choice to them.
     """

@@ -62,11 +62,13 @@ class SnapKV(Memory[Tensor]):
         if k >= self.host.length:
             return EVERYTHING
         if layer not in self.state:
-            kernel = self.options.kernel
-            votes = torch.stack([self._votes(layer, head, queries) for head in range(len(queries.rows))])
-            pooled = max_pool1d(votes, kernel, stride=1, padding=kernel // 2)
-            self.state[layer] = pooled.topk(k).indices.cpu()
+            heads = range(len(queries.rows))
+            self.state[layer] = torch.stack([self._elected(layer, head, queries, k) for head in heads])
         return Selection(self.state[layer][:, None].expand(-1, queries.rows.shape[1], -1))
+
+    def _elected(self, layer: int, head: int, queries: Queries, k: int) -> Tensor:
+        votes, kernel = self._votes(layer, head, queries)[None], self.options.kernel
+        return max_pool1d(votes, kernel, stride=1, padding=kernel // 2)[0].topk(k).indices.cpu()
 
     def _votes(self, layer: int, head: int, queries: Queries) -> Tensor:
         """Attention of the window's queries to each stored token, summed: float32 `[N]`."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import max_pool1d
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.selectors import scores
+from offload_decode.selectors import scores, snapkv
 from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from tests.selectors.evicting import asked, passes, sampled
 
@@ -38,6 +39,18 @@ class TestSnapKV(SelectorContract):
             assert torch.equal(own, own[:1].expand_as(own)), "one list for all rows"
             votes = pooled_votes(store, head, queries, window, kernel)
             torch.testing.assert_close(votes[own[0]], votes.topk(6).values, atol=0, rtol=1e-4)
+
+    def test_one_head_votes_at_a_time(self, store, monkeypatch):
+        pooled = []
+
+        def noted(votes, *size, **how):
+            pooled.append(tuple(votes.shape))
+            return max_pool1d(votes, *size, **how)
+
+        monkeypatch.setattr(snapkv, "max_pool1d", noted)
+        tokens, budget = store.manifest.n_tokens, min(6, store.manifest.n_tokens - 1)
+        selected_ids(self.make(store, budget=str(budget)), asked(store))
+        assert pooled == [(1, tokens)] * store.manifest.shape.kv_heads
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_stores_of_low_precision(self, tmp_path, dtype):
