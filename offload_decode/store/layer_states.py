@@ -38,12 +38,9 @@ class _Log:
         """The segments that are needed still."""
         raise NotImplementedError
 
-    def trim(self) -> None:
-        """Remove the files of all other segments, and of an unfinished one."""
-        kept = [self._file(own) for own in self.live()]
-        for file in self._folder.glob(f"{self._name}-*"):
-            if file not in kept:
-                file.unlink(missing_ok=True)
+    def files(self) -> list[Path]:
+        """The files of the segments that are needed still."""
+        return [self._file(own) for own in self.live()]
 
     def _file(self, own: Segment) -> Path:
         return self._folder / f"{self._name}-{own.start}-{own.stop}"
@@ -116,7 +113,7 @@ class StateLog(_Log):
 
 
 class WindowLog(_Log):
-    """The newest KV of one local layer: a file an append, removed once the window has moved past it."""
+    """The newest KV of one local layer: a file an append, needed until the window has moved past it."""
 
     def __init__(self, folder: Path, layer: int, manifest: Manifest) -> None:
         super().__init__(folder, f"{layer:03d}")
@@ -131,7 +128,7 @@ class WindowLog(_Log):
         return self.segments[-1].stop if self.segments else 0
 
     def live(self) -> list[Segment]:
-        return [segment for segment in self.segments if segment.stop > self.rows - self._window]
+        return self.segments
 
     def restore(self, segments: list[Segment]) -> bool:
         """Continue after `segments`, if they follow each other and their files are what the checksums say."""
@@ -149,18 +146,15 @@ class WindowLog(_Log):
         )
         assert block.dtype == self._dtype, f"layer {self._name}: {block.dtype} for {self._dtype}"
         start = self.rows if start is None else start
-        self.segments.append(self._write(start, start + keys.shape[1], as_bytes(block)))
+        every = [*self.segments, self._write(start, start + keys.shape[1], as_bytes(block))]
+        self.segments = [segment for segment in every if segment.stop > every[-1].stop - self._window]
 
     def window(self) -> tuple[Array, Array]:
         """Keys and values `[heads, min(window, rows), …]` of the last tokens, as copies."""
         heads = self._shape.kv_heads
-        blocks = [np.frombuffer(self._read(own), self._dtype) for own in self.live()]
+        blocks = [np.frombuffer(self._read(own), self._dtype) for own in self.segments]
         every = [np.empty((heads, 0, self._width), self._dtype)]
         every += [block.reshape(heads, -1, self._width) for block in blocks]
         rows = np.concatenate(every, axis=1)[:, -self._window :]
         keys, values = np.split(rows, [self._shape.key_dim], axis=2)
         return keys.copy(), values.copy()
-
-    def trim(self) -> None:
-        self.segments = self.live()
-        super().trim()

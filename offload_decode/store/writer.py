@@ -278,15 +278,17 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
             Committed(
                 tokens=tokens,
                 crcs={name: stream.crcs for name, stream in self._streams.items()},
-                segments={str(layer): window.live() for layer, window in self._windows.items()},
+                segments={str(layer): window.segments for layer, window in self._windows.items()},
                 states={str(layer): log.segment for layer, log in self._states.items() if log.segment},
                 seam_states={str(layer): log.at_seam for layer, log in self._states.items() if log.at_seam},
                 errors=self._encoder.errors,
                 seam_errors=self._encoder.at_seam,
             ).save(self._partial)
             self.done = tokens
-            for log in logs:
-                log.trim()
+            kept = {file for each in logs for file in each.files()}
+            for file in (self._partial / WINDOWS).iterdir():  # of earlier commits, or one that was not made
+                if file not in kept:
+                    files.remove(file)
 
     def publish(self, progress: Report | None = None) -> None:
         """Checksum everything, flush it to the disk, and give the store its name; then close.
