@@ -67,9 +67,9 @@ def on(device, bounds: PageBounds) -> PageBounds:
     return PageBounds(*(None if part is None else part.to(device) for part in bounds))
 
 
-def same(state, expected, tolerance=2e-5):
-    torch.testing.assert_close(state.out.cpu(), expected.out, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(state.lse.cpu(), expected.lse, atol=tolerance, rtol=tolerance)
+def same(state, expected, atol=2e-5, rtol=2e-5):
+    torch.testing.assert_close(state.out.cpu(), expected.out, atol=atol, rtol=rtol)
+    torch.testing.assert_close(state.lse.cpu(), expected.lse, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
@@ -272,6 +272,7 @@ def test_the_benchmark_runs_with_torch_and_triton_alone(tmp_path):
 
 # Chosen rows: (KV heads, rows, k, channels of keys and of values, rows there are)
 ROWS = [(1, 1, 1, 1, 1, 1), (2, 3, 17, 5, 9, 40), (3, 2, 700, 64, 64, 900), (1, 4, 130, 300, 128, 200)]
+CLOSE = {"atol": 3e-6, "rtol": 2e-6}
 
 
 def asked(heads, rows, k, dim, value_dim, there, dtype=torch.float16):
@@ -295,9 +296,8 @@ def test_attention_to_rows_equals_the_reference(device, shape, softcap, scored):
     scores = random(*places.shape, seed=5).masked_fill(random(*places.shape, seed=6) > 1.5, -torch.inf)
     own = query, None if scored else keys, values, places, scores if scored else None
     on_device = (None if part is None else part.to(device) for part in own)
-    same(
-        device_tokens._by_program(*on_device, 0.3, softcap), device_tokens.reference(*own, 0.3, softcap), 3e-6
-    )
+    state = device_tokens._by_program(*on_device, 0.3, softcap)
+    same(state, device_tokens.reference(*own, 0.3, softcap), **CLOSE)
 
 
 @pytest.mark.parametrize("programs", [1, 10_000])
@@ -305,7 +305,7 @@ def test_rows_in_one_piece_equal_the_merged_one(device, monkeypatch, programs):
     monkeypatch.setattr(device_tokens, "PROGRAMS", programs)
     own = *asked(2, 3, 700, 64, 32, 900, torch.bfloat16), None
     on_device = (None if part is None else part.to(device) for part in own)
-    same(device_tokens._by_program(*on_device, 0.3), device_tokens.reference(*own, 0.3, None), 3e-6)
+    same(device_tokens._by_program(*on_device, 0.3), device_tokens.reference(*own, 0.3, None), **CLOSE)
 
 
 def test_rows_in_pinned_memory_are_read_where_they_lie_in_two_launches(monkeypatch):
@@ -325,7 +325,7 @@ def test_rows_in_pinned_memory_are_read_where_they_lie_in_two_launches(monkeypat
         state = [part.cpu() for part in state]
         with pytest.raises(RuntimeError, match="neither on the device nor pinned"):
             device_tokens.attend_rows(sent[0], keys, values, sent[1], None, 0.3)
-    same(AttentionState(*state), expected, 3e-6)
+    same(AttentionState(*state), expected, **CLOSE)
 
 
 def test_no_rows_are_the_empty_state(device):

@@ -13,7 +13,7 @@ from numba import njit
 from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import encodings
 from offload_decode.indexes import get
-from offload_decode.indexes.clusters import cells, dot4
+from offload_decode.indexes.clusters import cells, dot4, search
 from offload_decode.indexes.clusters import index as clusters
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.testing.index_contract import (
@@ -197,6 +197,45 @@ def test_a_heads_cells_are_searched_in_parts_where_threads_would_idle(
     most = min(threads // 2, 27 // 8)
     assert most in ran
     assert max(ran) == min(threads, 46 // 8)
+
+
+def test_threads_share_the_predictions_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [get("clusters").build(clustered_keys(count, np.float32), k=16) for count in (12_000, 7000)]
+    queries = foreign_queries(10, seed=8).reshape(2, 5, DIM)
+    shared, searched = [], clusters.search_layer
+
+    def seen(*given: Any) -> None:
+        shared.append(given[4])
+        searched(*given)
+
+    monkeypatch.setattr(clusters, "search_layer", seen)
+    monkeypatch.setattr("offload_decode.common.rows.threads.THREADS", 12)
+    monkeypatch.setattr(clusters, "_CELLS_OF_A_PART", 8)
+    ClusteredIndex.search_heads(heads, queries, 16)
+    predicted = shared[0]
+    for number, (head, own) in enumerate(zip(heads, queries, strict=True)):
+        assert isinstance(head, ClusteredIndex)
+        counts = head.cells.counts
+        scaled = np.zeros((8, DIM), np.float32)
+        scaled[:5] = own / np.abs(own).max(axis=1, keepdims=True)
+        near, deviation = scaled @ head.cells.means.T, np.sqrt(scaled**2 @ head.cells.variances.T)
+        found, inverse = (part[number, :, : len(counts)] for part in (predicted.near, predicted.inverse))
+        np.testing.assert_allclose(found, near, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(1 / inverse[:5], deviation[:5], rtol=1e-3)
+        wanted = search.AIMED * search.candidates_for(16)
+        for r in range(5):
+            threshold = search.threshold_of(found[r], inverse[r], counts, wanted)
+            assert predicted.thresholds[number, r] == threshold
+
+
+def test_no_cell_is_left_to_no_part() -> None:
+    starts = np.cumsum([0, 3, 1, 40, 2, 2, 9])
+    for listed in ([0, 2, 3, 5], [2], []):
+        chosen = np.array(listed, np.int64)
+        for parts in (1, 2, 3, 7):
+            own = [list(search._own_part(chosen, starts, part, parts)) for part in range(parts)]
+            assert [cell for part in own for cell in part] == listed
+    assert list(search._own_part(np.arange(6), starts, 1, 3)) == [2], "parts are of like size"
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-20, 1, 1e20])

@@ -68,9 +68,9 @@ def test_a_failure_leaves_nothing_but_what_was_there(tmp_path: Path, error: type
 
     def fail(name: str) -> None:
         Path(name).write_text("half")
-        raise error
+        raise error("no space left")
 
-    with pytest.raises(IndexNotWritten if error is RuntimeError else error):
+    with pytest.raises(IndexNotWritten if error is RuntimeError else error, match="no space left"):
         files.save(path, {"n": 2}, ".native", fail)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 

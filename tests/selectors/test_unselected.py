@@ -12,7 +12,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import unselected
-from offload_decode.selectors.unselected import SampleEstimate, selected_lists
+from offload_decode.selectors.unselected import SampleEstimate, _unselected, selected_lists
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import (
     AttentionState,
@@ -137,6 +137,11 @@ def test_sampling_is_unbiased_and_states_its_error():
     assert spread.min() > 0.01  # or there was nothing to estimate
     ratio = torch.stack(stated).mean(0).sqrt() / spread
     assert ((ratio > 0.9) & (ratio < 1.4)).all()  # never too small but for chance
+
+
+def test_the_unselected_places_in_order():
+    places, padding = torch.tensor([[4, 9, 0, 5]]), torch.tensor([[False, True, False, False]])
+    assert _unselected(places, padding, torch.arange(7)[None]).tolist() == [[1, 2, 3, 6, 7, 8, 9]]
 
 
 def test_draws_go_where_the_attention_is():
