@@ -1,7 +1,8 @@
 """One job: its record and texts on disk, which outlive the server, and the process that does it.
 
 FOLDER/.jobs/lock           held by the server that runs the jobs, and by the process of one
-FOLDER/.jobs/ID/job.json    the job FOLDER/.jobs/ID/0, 1, …     its documents
+FOLDER/.jobs/ID/job.json    the job
+FOLDER/.jobs/ID/0, 1, …     its documents
 
 `python -P -m offload_decode.server.job FOLDER DEVICE`, by `jobs`, is such a process: it yields to answers,
 and ends with its server. On stdout: `{"stage", "done", "total"}`, then `{"result"}` or `{"error"}`. The last
