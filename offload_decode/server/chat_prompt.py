@@ -285,7 +285,8 @@ class Template:
         except (TemplateRefuses, ModelError) as error:
             reason = " ".join(str(error).split())[:200]
             message = f"this model's chat template does not take these messages ({reason})"
-            raise WrongField(f"{message}: let questions and answers alternate", "messages") from error
+            way = "let questions and answers alternate, or leave out what it does not know"
+            raise WrongField(f"{message}: {way}", "messages") from error
 
     def pieces(self, rendered: str) -> list[Piece]:
         """The pieces of a rendered text; a special token that no piece holds whole is letters."""

@@ -86,9 +86,11 @@ class PrefixCache:
     def keep(self, key: PrefixKey, conversation: Conversation) -> None:
         """Take ownership of a conversation, in place of those that it continues, if there is room for it."""
         tokens = np.array(conversation.tokens, np.int64)
+        if not len(tokens) or not self._most:  # then there is nothing to trim for
+            return
         conversation.cache.trim()
         entry = _Entry(key, tokens, conversation.cache.nbytes + tokens.nbytes)
-        if not len(tokens) or entry.nbytes > self._most:
+        if entry.nbytes > self._most:
             return
         with self._lock:
             for earlier, (its_key, its_tokens, _) in list(self._entries.items()):

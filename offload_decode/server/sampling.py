@@ -19,7 +19,10 @@ _ROWS = 16  # of logits, scored at a time
 
 
 def check_generation(loaded: LoadedModel, wanted: Generation) -> None:
-    """Raises `WrongField` for biases and grammars that this model's vocabulary has no place for."""
+    """Raises `WrongField` for biases and grammars that this model's vocabulary has no place for, and
+    `ConfigError` for a temperature or top_p out of range, which may be the server's own.
+    """
+    Sampler(wanted.temperature, wanted.top_p)
     vocabulary = vocabulary_of(loaded)
     for token in wanted.logit_bias:
         if not 0 <= token < vocabulary:

@@ -137,8 +137,9 @@ def test_there_are_not_more_than_can_be_looked_through(monkeypatch):
 
 
 def test_without_memory_nothing_is_kept():
-    prefix_cache = PrefixCache(0)
-    prefix_cache.keep(KEY, Said([10, 11]))
+    prefix_cache, conversation = PrefixCache(0), Said([10, 11])
+    conversation.trim = None  # nor is anything copied
+    prefix_cache.keep(KEY, conversation)
     assert prefix_cache.take(KEY, [10, 11, 12]) is None
 
 

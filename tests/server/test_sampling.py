@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import prefill_tokens
@@ -154,6 +155,19 @@ def test_prompts_are_scored_row_by_row(many):
         assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-5)
         assert [value for _, value in each.top] == sorted((value for _, value in each.top), reverse=True)
         assert math.fsum(math.exp(value) for _, value in each.top) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"temperature": wrong} for wrong in (-0.1, math.inf, math.nan)),
+        *({"top_p": wrong} for wrong in (0, 1.1, math.nan)),
+    ],
+)
+def test_defaults_of_a_server_that_cannot_be_are_refused_before_a_prompt_runs(loaded, wrong):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=name):
+        check_generation(loaded, Generation(**wrong))
 
 
 @pytest.mark.parametrize("wrong", [-1, 259])
