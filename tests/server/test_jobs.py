@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.server import jobs
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.job import JOBS, Job, JobFiles, Upload, Work, run
-from offload_decode.server.jobs import Jobs
+from offload_decode.server.jobs import JobProgress, Jobs
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
 from offload_decode.store.reader import KVStore
 from tests.server.test_catalog import make_store, until
@@ -242,19 +243,23 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(started, says):
 
 
 def test_progress_tells_the_time_that_is_left(started, says):
-    says(
-        [
-            {"stage": "prefill", "done": 100, "total": 1100},
-            {"stage": "prefill", "done": 600, "total": 1100},
-            WAIT,
-        ]
+    load, *told = (
+        {"stage": stage, "done": done, "total": total}
+        for stage, done, total in (("load", 0, 1), ("prefill", 100, 1100), ("prefill", 600, 1100))
     )
+    says([load, WAIT, told[0], WAIT, told[1], WAIT])
     running = started()
     job = running.prefill("book", None, [text("facts")])
-    until(lambda: (now := running.progress(job.id)) is not None and now.done == 600)
+    until(lambda: running.progress(job.id) == JobProgress(**load))
+    began = time.monotonic()
+    for now in told:
+        assert running.progress(job.id).seconds_left is None
+        running._process.stdin.write("go\n")
+        running._process.stdin.flush()
+        until(lambda now=now: running.progress(job.id).done == now["done"])
     half = running.progress(job.id)
-    assert (half.stage, half.total) == ("prefill", 1100)
-    assert 0 <= half.seconds_left < 10
+    assert half == JobProgress(**told[1], seconds_left=half.seconds_left)
+    assert 0 < half.seconds_left < time.monotonic() - began
 
 
 def test_a_failure_is_its_sentence_and_can_be_tried_again(started, says, catalog):

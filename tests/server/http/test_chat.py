@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import httpx
 import openai
@@ -231,24 +232,32 @@ def test_fields_that_are_not_known_are_named_once(client, caplog):
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
-        ({"messages": []}, "messages"),
+        *(({"messages": wrong}, "messages") for wrong in (None, "x", {}, [])),
+        *(({"messages": [wrong]}, "messages[0]") for wrong in ("x", None, [])),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [None]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        *(({"temperature": wrong}, "temperature") for wrong in (math.inf, math.nan)),
+        *(({"top_p": wrong}, "top_p") for wrong in (0, 1.1, math.nan)),
+        *(({"frequency_penalty": wrong}, "frequency_penalty") for wrong in (-2.1, 2.1, math.nan)),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
         ({"top_logprobs": 5}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        *(({"logprobs": True, "top_logprobs": wrong}, "top_logprobs") for wrong in (-1, 21)),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": "x" * 1025}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"3": 101}}, "logit_bias"),
+        *(({"logit_bias": {"3": wrong}}, "logit_bias") for wrong in (101, math.nan)),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]}]}, "messages[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
@@ -259,6 +268,8 @@ def test_fields_that_are_not_known_are_named_once(client, caplog):
     ],
 )
 def test_a_field_that_cannot_be_is_named(url, changed, param):
-    answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "book", "messages": ASKED} | changed)
+    body = json.dumps({"model": "book", "messages": ASKED} | changed)  # NaN is sent as it is
+    given = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=given)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)

@@ -106,7 +106,9 @@ def test_what_it_sends_is_what_openai_sends(url):
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
         ({"prompt": ["a", "b"], "citations": True}, "citations"),
     ],
 )
