@@ -129,16 +129,17 @@ def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
 
     say("\n2  Index: each KV head's keys, so that a search need not read them all")
     built: dict[str, BuildReport] = {}
+    width = max(map(len, (_DEFAULT, *_BESIDE)))
     for kind in (_DEFAULT, *_BESIDE):
         try:
             with Progress(quiet) as progress:
                 built[kind] = report = build_indexes(store, kind, k=_BUDGET, progress=progress)
         except MissingBackend as error:
-            say(f"   {kind:<9}  left out: {error}")
+            say(f"   {kind:<{width}}  left out: {error}")
             continue
         about = "the default" if kind == _DEFAULT else "for comparison"
-        say(f"   {kind:<9}  {report.heads} heads in {output.duration(report.seconds)} ({about})")
-    say(f"   {_EXACT:<9}  nothing to build: it reads every key")
+        say(f"   {kind:<{width}}  {report.heads} heads in {output.duration(report.seconds)} ({about})")
+    say(f"   {_EXACT:<{width}}  nothing to build: it reads every key")
     return built
 
 

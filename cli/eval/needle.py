@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.eval import run
-from offload_decode.cli.eval.run import EvalModel, Text
+from offload_decode.cli.eval.run import EvalModel, text_option
 from offload_decode.cli.options import Device, Json, Options, Quiet, Selector, option
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
@@ -24,7 +24,7 @@ _BUDGET = "64"
 
 def needle(
     model: EvalModel = "demo",
-    text: Text = None,
+    text: Annotated[str | None, text_option("The text to hide needles in")] = None,
     lengths: Annotated[str, option("N,…", "Tokens of text, separated by commas.")] = "2K,8K,32K",
     depths: Annotated[
         str, option("P,…", "Where the needle is hidden, in percent of the text.")

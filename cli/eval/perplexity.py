@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from offload_decode import demo_models
 from offload_decode.cli import output
 from offload_decode.cli.eval import run as shared
-from offload_decode.cli.eval.run import Contenders, EvalModel, Out, PrefillMethod, Text, token_counts
+from offload_decode.cli.eval.run import Contenders, EvalModel, Out, PrefillMethod, text_option, token_counts
 from offload_decode.cli.options import Device, Json, Quiet, option, with_groups
 from offload_decode.cli.output import Progress
 
@@ -24,7 +24,7 @@ _POINTS = 16  # lines of the table by position
 def perplexity(
     *,
     model: EvalModel = "demo",
-    text: Text = None,
+    text: Annotated[str | None, text_option("The text")] = None,
     lengths: Annotated[
         str,
         option("N,…", "Stored tokens before what is predicted; with --sliding the one length of the text."),

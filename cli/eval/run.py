@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import output
 from offload_decode.cli.options import Device, From, Json, Quiet, key_values, option, token_count
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 _REHEARSED = 64  # tokens
 
 EvalModel = Annotated[str, option("M", f"{QUOTED} (shipped), a transformers id, or a model's folder.")]
-Text = Annotated[
-    str | None,
-    option(
-        "FILE",
-        "The text that is stored: a file, a folder, or - for standard input.  [default: the Python "
-        "documentation topics]",
-    ),
-]
+
+
+def text_option(what: str) -> Any:
+    """--text: `what` says which text."""
+    source = "a file, a folder, or - for standard input.  [default: the Python documentation topics]"
+    return option("FILE", f"{what}: {source}")
+
+
+Text = Annotated[str | None, text_option("The text around what is asked for")]
 Tasks = Annotated[str | None, option("NAME,…", "Tasks to ask.  [default: all]")]
 Lengths = Annotated[str, option("N,…", "Tokens of each text, in the model's own tokens.")]
 Limit = Annotated[int, option("N", "Questions for each task, length and seed.", min=1)]
@@ -103,7 +104,7 @@ Selectors = Annotated[
 ]
 Budgets = Annotated[
     str,
-    option("K,…", "Stored tokens for each selector to attend to: counts, or shares of the store like 2%."),
+    option("K,…", "Stored tokens that each selector may attend to: counts, or shares of the store like 2%."),
 ]
 CommonOptions = Annotated[list[str] | None, key_values("An option for all selectors, such as tail=clusters")]
 

@@ -49,7 +49,7 @@ def sparsity(
     """
     from offload_decode.evals.sparsity import Sparsity
 
-    ways = contenders(["topk"], ",".join(map(str, sorted(set(token_counts(budgets))))))
+    ways = contenders(["topk"], ",".join(map(str, sorted(token_counts(budgets)))))
     ask_all("sparsity", tasks, how, lengths, ways, limit, text, evaluated=Sparsity, told=_text)
 
 

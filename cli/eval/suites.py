@@ -41,8 +41,8 @@ def ruler(
     """Ask RULER's thirteen tasks.
 
     Needles, variables, word counts, and questions about documents. Every question is answered with dense
-    attention and with each selector at each budget. Every fourth text is also asked without
-    what is asked for, as a control. The worst task stands first, then the mean.
+    attention and with each selector at each budget. Every fourth text is also asked without what is asked
+    for, as a control. The worst task stands first, then the mean.
     """
     from offload_decode.evals.tasks import ruler_qa
     from offload_decode.evals.tasks.ruler import SUITE
@@ -74,8 +74,8 @@ def aggregate(
     """Ask for what no small part of a text can tell.
 
     Counting mentions, joining the facts of a story, extracting every record as JSON, classifying and tallying
-    lines: methods that attend to few tokens are known to break
-    here. Every question is answered with dense attention and with each selector at each budget.
+    lines: methods that attend to few tokens are known to break here. Every question is answered with dense
+    attention and with each selector at each budget.
     """
     from offload_decode.evals.tasks.aggregate import SUITE
 
@@ -94,8 +94,8 @@ def passkey(
 ) -> None:
     """Ask for a pass key, by Quest's protocol (arXiv 2406.10774).
 
-    A number of five digits stands among sentences that repeat, at a place drawn afresh, in
-    10,000 and in 100,000 tokens.
+    A number of five digits stands among sentences that repeat, at a place drawn afresh, in 10,000 and in
+    100,000 tokens.
     """
     ways = run.contenders(selector or ["quest", "topk"], budgets, option)
     ask_all("passkey", None, how, lengths, ways, limit, known=["passkey"])
