@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,11 +29,7 @@ PROGRAM = (sys.executable, "-c", "from offload_decode.cli.main import main; main
 """The command line in a process of its own; arguments follow."""
 MAIN = PROGRAM[-1]
 
-
-def apart(program: str, *arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in a process of its own, `MAIN` with the arguments of a command."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **more)
+"""The program of `PROGRAM`, for `tests.processes.apart`."""
 
 
 TEXT = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12))

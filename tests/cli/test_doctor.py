@@ -10,7 +10,8 @@ from offload_decode.cli import doctor, options
 from offload_decode.cli.main import app
 from offload_decode.indexes.registry import kinds
 from offload_decode.selectors import registry
-from tests.cli.conftest import apart, run
+from tests.cli.conftest import run
+from tests.processes import apart
 
 # What names a third-party library's import by hand would drag in.
 HEAVY = {"torch", "transformers", "zarr", "faiss", "numba"}

@@ -14,7 +14,8 @@ import pytest
 from offload_decode import demo_models
 from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
-from tests.cli.conftest import MAIN, PROGRAM, apart, refused, run
+from tests.cli.conftest import MAIN, PROGRAM, refused, run
+from tests.processes import apart
 from tests.tiny import text_model, tiny_tokenizer
 
 LIGHT = "import sys; import offload_decode.cli.main; print(*sys.modules)"

@@ -14,7 +14,8 @@ from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
 from offload_decode.store import KVStore
-from tests.cli.conftest import apart, refused, run
+from tests.cli.conftest import refused, run
+from tests.processes import apart
 from tests.store.test_refusals import edit, reseal
 
 RED = "\x1b[31m"

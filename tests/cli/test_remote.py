@@ -15,7 +15,8 @@ from offload_decode.common.errors import StoreError
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.security import Access
 from offload_decode.server.requests import Busy
-from tests.cli.conftest import apart, lines_of, refused, run
+from tests.cli.conftest import lines_of, refused, run
+from tests.processes import apart
 from tests.server.fakes import STORED, FakeService
 from tests.server.http.conftest import listening
 

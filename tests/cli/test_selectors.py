@@ -8,7 +8,8 @@ import pytest
 
 from offload_decode.selectors import registry
 from offload_decode.selectors.registry import declared
-from tests.cli.conftest import apart, run
+from tests.cli.conftest import run
+from tests.processes import apart
 
 
 def test_every_selector_is_listed_with_paper_cost_and_memory():

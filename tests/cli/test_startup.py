@@ -12,7 +12,8 @@ from transformers.utils.import_utils import fetch__all__
 
 from offload_decode.common.fast_import import LatePattern, last_list
 from offload_decode.hf import shape, user_cache
-from tests.cli.conftest import apart, run
+from tests.cli.conftest import run
+from tests.processes import apart
 
 ASKING = """
 import atexit, sys

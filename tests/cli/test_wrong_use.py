@@ -12,7 +12,8 @@ import pytest
 from offload_decode.cli.options import byte_count, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
-from tests.cli.conftest import MAIN, apart, refused, run
+from tests.cli.conftest import MAIN, refused, run
+from tests.processes import apart
 
 LONG = "9" * 5000
 

@@ -28,8 +28,8 @@ from offload_decode.planning.caps import (
 from offload_decode.planning.plan import CUDA_BYTES, Machine
 from offload_decode.selectors.budgets import PASS_TOKENS, WHOLE_QUESTION
 from offload_decode.store.format import Manifest, stored_types
-from tests.cli.conftest import apart
 from tests.planning.outlines import llama_8b
+from tests.processes import apart
 
 MIB, GIB = 1 << 20, 1 << 30
 HELD = 300 * MIB
@@ -169,7 +169,8 @@ def test_libraries_are_loaded_before_memory_is_limited():
         "from offload_decode.planning.caps import Caps, apply_caps;"
         "apply_caps(Caps(ram=own_memory() + (60 << 20)), 'cpu'); import faiss; faiss.IndexHNSWFlat(8, 16)"
     )
-    assert apart(program).returncode == 0
+    ran = apart(program)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.gpu
@@ -208,7 +209,9 @@ for more in (lambda: np.ones(150 << 17), lambda: torch.ones(150 << 18)):
 def test_an_allocation_beyond_the_cap_is_a_sentence(tmp_path):
     file = tmp_path / "map"
     file.touch()
-    said = apart(HOG, file).stdout.splitlines()
+    ran = apart(HOG, file)
+    said = ran.stdout.splitlines()
+    assert ran.returncode == 0, ran.stderr
     assert len(said) == 2
     assert all(line.startswith("out of memory: ") for line in said), said
 
@@ -309,7 +312,8 @@ def prefilled(out, progress=lambda stage, done, total: None):
 def test_a_prefill_that_ran_out_of_memory_goes_on_under_a_higher_cap(tmp_path):
     from offload_decode.store.reader import KVStore
 
-    assert apart(PREFILL, tmp_path / "capped.kv").stdout == "out of memory\n"
+    ran = apart(PREFILL, tmp_path / "capped.kv")
+    assert (ran.returncode, ran.stdout) == (0, "out of memory\n"), ran.stderr
     assert not (tmp_path / "capped.kv").exists()
     assert prefilled(tmp_path / "capped.kv").resumed_from >= 300
     assert prefilled(tmp_path / "whole.kv").resumed_from == 0

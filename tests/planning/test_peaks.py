@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import apart
+from tests.processes import apart
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 
@@ -83,7 +83,7 @@ def found(tmp_path_factory):
     # Twice: where a function runs for the first time on a machine, the compiler's own memory (some 200 MB)
     # comes on top, as docs/planning.md says. The second process finds all functions compiled.
     for name, tokens in (("compiling.kv", TOKENS // 6), ("s.kv", TOKENS)):
-        ran = apart(RUN, tmp_path_factory.mktemp("peaks") / name, tokens)
+        ran = apart(RUN, tmp_path_factory.mktemp("peaks") / name, tokens, timeout=600)
         assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
