@@ -44,7 +44,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Material:
-    """What one text of an eval task is made of (`tasks.Material`): a haystack from a place in it on."""
+    """What one text of an eval task is made of: a haystack from a place in it on, for so many `tokens`."""
 
     haystack: Haystack
     tokenizer: Any

@@ -98,8 +98,8 @@ DECIMALS = 5  # nats that are kept of a token: far more than the rounding of flo
 
 
 GrownStore = Callable[[Tokens, Callable[[int], None]], KVStore]
-"""Gives the store of `tokens [N]`, there until the next call, and reports the tokens done:
-`prefill_jobs`, above this room, makes the last store longer where that holds their beginning.
+"""Gives the store of `tokens [N]`, there until the next call, and reports the tokens done: the last store is
+made longer where that holds their beginning.
 """
 
 

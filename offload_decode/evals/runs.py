@@ -159,9 +159,11 @@ def _shared(record: Record) -> Record:
 def _header(path: Path, record: Record) -> Header:
     try:
         found = TypeAdapter(Header).validate_python(record)
-    except ValidationError as error:
+        if record["record"] != RUN:
+            raise ValueError(f"it is a record '{record['record']}'")
+    except ValueError as error:
         raise _foreign(path, "its first line does not say what was measured") from error
-    if record["record"] != RUN or record.get("format") != FORMAT:
+    if record.get("format") != FORMAT:
         raise _foreign(path, f"its format is {record.get('format')!r}, and this release reads {FORMAT}")
     return found
 
@@ -328,7 +330,7 @@ class Unit:
 
 
 Stores = Callable[[str, Callable[[int], None]], AbstractContextManager[KVStore]]
-"""Gives the store of a text and reports the tokens done: `prefill_jobs`, above this room, makes stores."""
+"""Gives the store of a text and reports the tokens done."""
 
 
 class Evaluation(Protocol):

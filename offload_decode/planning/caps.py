@@ -93,7 +93,8 @@ def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> 
     if tokens * sequences <= QUESTION_TOKENS:
         return usual
     # What a whole question chooses together must not depend on the memory that there is.
-    for size_of_pass in [usual] if usual > PASS_TOKENS else halves(usual):
+    sizes = [usual, *(halves(usual // 2) if usual <= PASS_TOKENS else [])]
+    for size_of_pass in sizes:
         one = replace(asked.request, tail=tokens + QUESTION_TOKENS, batch=sequences, pass_tokens=size_of_pass)
         longer = plan(asked.source, one, asked.machine)
         lacking = [place for place in longer.lacking() if _certain(longer, place, caps)]

@@ -240,6 +240,12 @@ def test_a_longer_question_takes_smaller_passes_and_is_refused_before_it_runs():
         admitted(fits, 20_000, selector="quoka")
     with pytest.raises(DoesNotFit, match="this machine has"):
         admitted(None, 50_000_000)
+    # A selector may choose for so few tokens together that there are no halves.
+    few = planned_ask(model, manifest_8b, CPU, Caps(), HELD)
+    few = replace(few, request=replace(few.request, pass_tokens=8))
+    assert admit_question(few, Caps(), 20_000) == 8
+    with pytest.raises(DoesNotFit, match="this machine has"):
+        admit_question(few, Caps(), 50_000_000)
 
 
 def _admits(admitted, *given):
