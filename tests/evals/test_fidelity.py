@@ -15,10 +15,9 @@ from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
+from offload_decode.evals.closeness import MEASURES, Exact, summarize
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.fidelity import (
-    MEASURES,
-    Exact,
     FidelityPlan,
     FidelityReport,
     Source,
@@ -27,7 +26,6 @@ from offload_decode.evals.fidelity import (
     divergence,
     forced,
     measure,
-    summarize,
 )
 from offload_decode.evals.recorded_queries import DenseRun, replay, run_dense, sampled_calls
 from offload_decode.kv.host_cache import HostKV
@@ -123,8 +121,8 @@ def test_taking_the_rows_in_parts_changes_nothing(
 ) -> None:
     queries, ids, out = _random_rows(host), torch.arange(K).expand(2, 6, K), torch.zeros(2, 6, 16)
     whole = Exact(host, 1, queries, {3, K}).judge(slice(0, 6), ids, out, K)
-    monkeypatch.setattr("offload_decode.evals.fidelity._NUMBERS", numbers)
-    monkeypatch.setattr("offload_decode.evals.fidelity.BLOCK_TOKENS", 50)
+    monkeypatch.setattr("offload_decode.evals.closeness._NUMBERS", numbers)
+    monkeypatch.setattr("offload_decode.evals.closeness.BLOCK_TOKENS", 50)
     torch.testing.assert_close(Exact(host, 1, queries, {3, K}).judge(slice(0, 6), ids, out, K), whole)
 
 

@@ -88,6 +88,11 @@ def pictures(
     return {"kind": "figures", "figures": figures, "legend": legend}
 
 
+def styles_of(names: Iterable[str]) -> dict[str, int]:
+    """A style for each name."""
+    return {name: style for style, name in enumerate(dict.fromkeys(names))}
+
+
 def pairs(*parts: Mapping[str, Any]) -> Block:
     """Plain values by their names; names of objects within each other are joined."""
     rows = []

@@ -19,7 +19,7 @@ from offload_decode.common.files import NotPlain, open_plain, parse
 from offload_decode.evals import plots, runs
 from offload_decode.evals.extra import REPORT, library, require
 from offload_decode.evals.perplexity import NLL, at_chance, likelihoods
-from offload_decode.evals.report import parts
+from offload_decode.evals.report import answers, measures
 from offload_decode.evals.report.blocks import Block, Part, pairs
 from offload_decode.evals.runs import ANSWER, Results, questions_and_answers
 from offload_decode.evals.sparsity import SPARSITY
@@ -103,7 +103,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _of_object(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
-    show = {"cells": parts.needles, "entries": parts.fidelity}
+    show = {"cells": measures.needles, "entries": measures.fidelity}
     name = next((name for name in show if name in found), None)
     if name is None:
         raise ConfigError(f"{path} is no file of an evaluation: it has neither cells nor entries")
@@ -126,18 +126,18 @@ def _of_results(path: Path, found: Results) -> dict[str, Any]:
     grave = True
     if found.of(SPARSITY):
         shown = [
-            ("Keys that hold the attention", parts.keys(found)),
-            ("Does entropy predict the budget?", parts.entropy(found)),
+            ("Keys that hold the attention", measures.keys(found)),
+            ("Does entropy predict the budget?", measures.entropy(found)),
         ]
     if found.of(ANSWER):
         summary = summarize(found)
         warnings, grave = verdict(summary), len(tasks_at_chance(summary)) == len(summary.tasks)
-        opening = parts.headline(summary)
-        shown += parts.answered(list(questions_and_answers(found)), summary)
+        opening = answers.headline(summary)
+        shown += answers.answered(list(questions_and_answers(found)), summary)
     if found.of(NLL):
         lines = likelihoods(found)
         warnings = warnings if opening else at_chance(lines)
-        shown += parts.likelihood(found, lines)
+        shown += measures.likelihood(found, lines)
     if not shown:
         raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
     about = {

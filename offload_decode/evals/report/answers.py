@@ -1,18 +1,16 @@
-"""The parts of the report: of questions and answers, likelihoods, sparsity, needle grids and fidelity."""
+"""The parts of the report about a run that asked questions."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from statistics import fmean
 from typing import Any
 
-from offload_decode.evals import plots, sparsity
+from offload_decode.evals import plots
 from offload_decode.evals.contender import DENSE, label
-from offload_decode.evals.perplexity import Likelihood, curve
 from offload_decode.evals.plots import Line, Point
 from offload_decode.evals.report.blocks import (
     Block,
@@ -26,12 +24,11 @@ from offload_decode.evals.report.blocks import (
     pictures,
     plot,
     share_cell,
+    styles_of,
     table,
 )
-from offload_decode.evals.runs import Asked, Results, Said, grouped
-from offload_decode.evals.stats import Estimate, wilson
-from offload_decode.evals.summary import Cell, Summary, budget_of, percent, without_budget
-from offload_decode.evals.verdict import of_needles
+from offload_decode.evals.runs import Asked, Said, grouped
+from offload_decode.evals.summary import Cell, Summary, budget_of, percent
 
 _COLUMNS = 6  # tasks side by side: as many as a sheet of paper is wide
 _DEPTHS = 5  # parts of a text
@@ -137,7 +134,7 @@ def _accuracy(cell: Cell | None) -> Value | str:
 
 def _against_tokens(summary: Summary) -> list[Block]:
     families = summary.families()
-    styles = {family: style for style, family in enumerate(families)}
+    styles = styles_of(families)
     figures = []
     for task, length in product(summary.tasks, summary.lengths):
         dense = summary.by_place.get((task, length, DENSE))
@@ -264,199 +261,3 @@ def _example(asked: Asked, said: Said) -> Block:
         "lines": [(name, cut(text)) for name, text in texts.items()],
         "foot": f"{label(asked.length)} tokens{depth}; {scores}",
     }
-
-
-def likelihood(found: Results, lines: Sequence[Likelihood]) -> list[Part]:
-    sliding = found.header.configuration.get("fashion") == "sliding"
-    parts = [("Likelihood by selector and budget", _likelihood_table(lines, sliding))]
-    if blocks := _likelihood_against_tokens(lines):
-        parts.append(("Likelihood against tokens loaded", blocks))
-    if sliding:
-        parts.append(("Likelihood by position", _by_position(found)))
-    return parts
-
-
-def _likelihood_table(found: Sequence[Likelihood], sliding: bool) -> list[Block]:
-    groups: dict[str, list[list[Any]]] = defaultdict(list)
-    shares = []
-    for each in found:
-        where = f"behind {'up to ' if sliding else ''}{label(each.length)} stored tokens"
-        perplexity = f"{each.perplexity:,.2f}" if each.perplexity < 1e6 else f"{each.perplexity:.3g}"
-        attended = "–" if each.attended is None else count(each.attended)
-        more = ["", ""] if each.way == DENSE else [_signed(each.more.value), _limits(each.more, _signed)]
-        groups[where].append([each.way, attended, f"{each.nll:.4f}", perplexity, *more, count(each.tokens)])
-        if each.way == DENSE and each.tail_share is not None:
-            shares.append(
-                f"{100 * each.tail_share:.1f} % of dense attention {where} goes to the chunk’s own tokens, "
-                "which every way attends to whole."
-            )
-    heading = ["way", "tokens attended", "nats a token", "perplexity", "above dense", "95 %"]
-    note = (
-        "Negative log-likelihood of the text’s own next tokens, and how much more of it there is than with "
-        "dense attention on the same tokens; intervals from draws of blocks of neighbours. "
-        "“window:512” is the bare model, which sees the 512 tokens before the chunk and nothing else; "
-        "“unigram” is no model: how often each token has come so far."
-    )
-    return [note, table("Likelihood by way", [*heading, "tokens predicted"], groups, ways=True), *shares]
-
-
-def _likelihood_against_tokens(found: Sequence[Likelihood]) -> list[Block]:
-    known = [each for each in found if each.attended is not None and each.way != DENSE]
-    styles = _styles(without_budget(each.way) for each in known)
-    figures = []
-    for length, here in grouped(known, lambda each: each.length).items():
-        lines = [
-            Line(family, styles[family], tuple(sorted(map(_more_at, own), key=lambda point: point.x)))
-            for family, own in grouped(here, lambda each: without_budget(each.way)).items()
-        ]
-        figures.append(plot(f"{label(length)} tokens", lines, _nats, "tokens attended", log_x=True, rule=0.0))
-    note = (
-        "Nats a token above dense attention (the dotted line), by stored tokens attended to, with 95 % "
-        "intervals."
-    )
-    return [note, pictures(figures, styles)] if figures else []
-
-
-def _styles(names: Iterable[str]) -> dict[str, int]:
-    return {name: style for style, name in enumerate(dict.fromkeys(names))}
-
-
-def _more_at(each: Likelihood) -> Point:
-    low, high = (each.more.value if limit is None else limit for limit in (each.more.low, each.more.high))
-    return Point(max(1.0, each.attended or 0.0), each.more.value, low, high)
-
-
-def _by_position(found: Results) -> list[Block]:
-    points: dict[str, list[Point]] = defaultdict(list)
-    for each in curve(found):
-        points[each.way].append(Point((each.first + each.last) / 2, each.nll, each.nll, each.nll))
-    styles = _styles(points)
-    lines = [Line(name, styles[name], tuple(own)) for name, own in points.items()]
-    figure = plot("every token of the text", lines, _nats, "position in the text", wide=True)
-    return ["Nats a token, over stretches of the text.", pictures([figure], styles)]
-
-
-def _nats(point: Point) -> str:
-    return f"{point.y:.3g} nats at {count(point.x)}"
-
-
-def _limits(value: Estimate, shown: Callable[[float], str]) -> str:
-    if value.low is None or value.high is None:
-        return "–"
-    return f"{shown(value.low)} to {shown(value.high)}"
-
-
-def _signed(number: float) -> str:
-    """With a sign in front, `−` for minus; nothing is +0."""
-    text = f"{abs(number):.4f}"
-    return text if float(text) == 0 else ("+" if number > 0 else "−") + text
-
-
-def keys(found: Results) -> list[Block]:
-    """Keys that hold the attention by task and by layer, and the entropy of every head."""
-    rows = []
-    for (task, length), group in sparsity.sparse_by(found, lambda one: (one.task, one.length)).items():
-        _, median, most = group.keys["90"]
-        means = [count(group.keys[name][0]) for name in sparsity.NAMES]
-        rest = [count(median), count(most), f"{group.entropy:.2f}", f"{group.effective:,.1f}"]
-        rows.append([task, label(length), *means, *rest])
-    heading = ["task", "tokens", *(f"{name} %" for name in sparsity.NAMES), "90 %, median head"]
-    heading += ["90 %, 95th percentile", "entropy, nats", "exp(entropy)"]
-    heads = sparsity.entropy_by_head(found)
-    groups: dict[str, list[list[str]]] = defaultdict(list)
-    for (task, layer), own in heads.items():
-        groups[task].append([f"layer {layer}", *(f"{nats:.2f}" for nats in own)])
-    return [
-        "Stored tokens that hold so much of a head’s attention to stored tokens while dense attention writes "
-        "its answer: means over layers, heads and questions.",
-        table("Keys that hold the attention, by task", heading, rows),
-        *_layers(found),
-        "Entropy of each query head’s attention to stored tokens, in nats, by task and layer.",
-        table("Entropy by layer and head", ["nats", *map(str, range(max(map(len, heads.values()))))], groups),
-    ]
-
-
-def _layers(found: Results) -> list[Block]:
-    layers = sorted(sparsity.sparse_by(found, lambda record: record.layer).items())
-    if len(layers) < 2:
-        return []
-    lines = []
-    for style, name in enumerate(sparsity.NAMES):
-        shares = [(layer, *group.keys[name]) for layer, group in layers]
-        points = [Point(at, mean, min(mean, middle), max(mean, most)) for at, mean, middle, most in shares]
-        lines.append(Line(f"{name} % of the attention", style, tuple(points)))
-    figure = plot("Keys by layer", lines, lambda p: f"{count(p.y)} keys", "layer", log_y=True, wide=True)
-    note = (
-        "By layer, on a logarithmic scale: the mean, and a bar from the median head to the 95th percentile."
-    )
-    return [note, pictures([figure], _styles(line.name for line in lines))]
-
-
-def entropy(found: Results) -> list[Block]:
-    asked = sparsity.questions(found)
-    rows = [
-        [
-            f"{each.predictor}, over {each.over}",
-            count(each.count),
-            _correlation(each.rank.value),
-            _limits(each.rank, _correlation),
-            _correlation(each.pearson),
-        ]
-        for each in sparsity.predictions(asked)
-    ]
-    needed = [each.needed for each in asked if each.needed is not None]
-    none = "no number that can be told: dense attention answered none."
-    note = (
-        "Rank correlation (Spearman) with the fewest tokens that answer as well as dense attention, and "
-        "Pearson’s with their logarithm; the length alone is what the others must beat. Questions needed "
-        f"{f'{count(fmean(needed))} tokens on average.' if needed else none}"
-    )
-    heading = ["predictor", "count", "rank correlation", "95 %", "Pearson’s r"]
-    notes = [f"{said[0].upper()}{said[1:]}." for said in sparsity.left_out(asked)]
-    return [note, table("Predictors of the budget", heading, rows), *notes]
-
-
-def _correlation(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.2f}".replace("-", "−")
-
-
-def needles(found: Mapping[str, Any]) -> tuple[str, list[str], list[Part]]:
-    """Grids of length and depth, and whether the needles found mean anything."""
-    given = found["configuration"]
-    options = [f"{name} {value}" for name, value in given.get("options", {}).items()]
-    titles = {"dense": "dense", "selected": ", ".join([str(given["selector"]), *options])}
-    titles["control"] = "control: needle taken out"
-    depths = {at: f"{100 * at:.4g} %" for at in sorted({float(cell["depth"]) for cell in found["cells"]})}
-    every, grids = [], []
-    for panel, title in titles.items():
-        scores: dict[tuple[int, float], list[float]] = defaultdict(list)
-        for cell in found["cells"]:
-            scores[int(cell["length"]), float(cell["depth"])].append(score := float(cell[panel]["score"]))
-            if not 0 <= score <= 1:
-                raise ValueError(f"a score of {score}")
-        by_length = grouped(sorted(scores), lambda place: place[0]).values()
-        means = [wilson([score for place in own for score in scores[place]]) for own in by_length]
-        every.append([score for own in scores.values() for score in own])
-        grids.append(grid(title, scores, depths, [["all", *map(share_cell, means)]]))
-    note = "Accuracy in %, by length in tokens and depth, with 95 % intervals."
-    parts: list[Part] = [("Needles by length and depth", [note, {"kind": "grids", "tables": grids}])]
-    return "needle in a haystack", of_needles(every[:2], every[2]), parts
-
-
-def fidelity(found: Mapping[str, Any]) -> tuple[str, list[str], list[Part]]:
-    """A table of selectors by budget."""
-    rows = []
-    for entry in found["entries"]:
-        live, agreement = entry["live"], entry["agreement"]
-        shares = [live["recall"], live["mass"], live["error"]["p50"], live["error"]["p95"]]
-        named = [str(entry["label"]), str(entry["budget"]), count(float(entry["attended"]))]
-        divergence, same = f"{float(agreement['kl_mean']):.2g}", percent(float(agreement["top1"]))
-        rows.append([*named, *(percent(float(share)) for share in shares), divergence, same])
-    heading = ["selector", "budget", "tokens attended", "recall", "mass", "error, median", "error, 95th"]
-    note = (
-        "In %: the share of the exact top-k that was found (recall), the share of the attention that the "
-        "selection holds (mass), the error of the attention to stored tokens, relative to dense attention, "
-        "and how often the likeliest next token is that of dense attention."
-    )
-    shown = table("Fidelity by selector and budget", [*heading, "KL, nats", "same token"], rows)
-    return "fidelity to exact attention", [], [("Selectors against exact attention", [note, shown])]
