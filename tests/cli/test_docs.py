@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode.cli.eval import app as measures
 from offload_decode.cli.main import app
 from offload_decode.cli.reference import BEGIN, END, PAGE, reference, with_reference
 from offload_decode.selectors import registry
@@ -33,7 +34,9 @@ def test_the_block_is_replaced_and_nothing_else():
 
 def test_the_reference_is_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
-    assert "$ offload-decode eval needle --help\n" in text
+    for command in measures.registered_commands:
+        called = f"offload-decode eval {command.name}"
+        assert f"$ {called} --help\nUsage: {called} [OPTIONS]" in text
     assert with_reference(text) == text, "run `python -m offload_decode.cli.reference`"
 
 

@@ -155,7 +155,6 @@ def test_json_holds_the_configuration_and_every_cell(
     told = {"model": "tiny", "seed": 0, "selector": "topk", "options": {"budget": "16"}}
     assert {key: configuration[key] for key in told} == told
     assert configuration["lengths"] == [300, 500]
-    assert configuration["lengths"] == [300, 500]
     assert TypeAdapter(tuple[Cell, ...]).validate_python(read["cells"]) == grid.cells
 
 

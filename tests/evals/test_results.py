@@ -118,6 +118,7 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     [
         "",
         "no JSON\n",
+        "years of work",
         "[1]\n",
         '{"record": "answer"}\n',
         FIRST.replace('"format": 1', '"format": 99'),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.common.errors import BucketError, StoreNotFound
+from offload_decode.common.errors import BucketError, OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
@@ -173,6 +173,22 @@ def test_tasks_that_fail_everywhere_are_errors_after_all_tries() -> None:
     found = dict(ask(ray, "ab", 1, Unlucky))
     assert {type(result) for result in found.values()} == {BucketError}
     assert ray.given == 2 * TRIES
+
+
+class Mortal(OnAMachine):
+    """Every worker that is asked of `a` is lost, as Ray tells it."""
+
+    def run(self, task: QuestionBatch) -> list[Answer]:
+        if task.store == "a":
+            raise Machines.exceptions.RayError("gone for good\nmore")
+        return super().run(task)
+
+
+def test_tasks_whose_workers_were_all_lost_are_errors() -> None:
+    found = dict(ask(Machines({"m": "ab"}), "ab", 1, Mortal))
+    assert texts(list(found.items())) == {1: "? b m"}
+    assert isinstance(found[0], OffloadDecodeError)
+    assert "Ray workers were lost while they answered, the last with: gone for good;" in str(found[0])
 
 
 def test_new_workers_take_the_place_of_those_that_were_let_go() -> None:

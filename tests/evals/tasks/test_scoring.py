@@ -91,7 +91,14 @@ def test_tasks_whose_answers_are_strings_of_a_kind_are_scored_by_string_match(na
         for said in (question.response, f"So: {question.response}!", question.response.upper(), "no"):
             assert task.score(question, said) == string_match(question.answers, said)
         assert task.score(question, f"{question.answer_prefix} {question.response}.") == 1
+
+
+@pytest.mark.parametrize("name", BY_STRING)
+def test_repeating_the_question_scores_nothing_and_part_of_the_answers_a_part(name: str) -> None:
+    task = tasks.get(name)
+    for question in drawn(name).questions:
         assert task.score(question, question.text + question.answer_prefix) == task.score(question, "") == 0
+        assert task.score(question, question.answers[-1]) == pytest.approx(1 / len(question.answers))
 
 
 @pytest.mark.parametrize("name", EXACT)

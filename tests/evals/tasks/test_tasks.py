@@ -111,5 +111,6 @@ def test_a_seed_decides_the_context_and_another_draws_afresh(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_text_too_short_for_the_facts_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"40 tokens do not hold .* take a longer text"):
+    what = "a pass key" if name == "passkey" else f"the facts of the task '{name}'"
+    with pytest.raises(ConfigError, match=f"40 tokens do not hold {what}: take a longer text"):
         drawn(name, 40)
