@@ -205,7 +205,8 @@ def _put(bucket: Bucket, path: Path, name: str) -> None:
     item = Item(path / name, f"{bucket.name}/{name}", size, sha256)
     found = bucket.found(item.key)
     if found is None or found.size != size or bucket.digest(item.key) != sha256:
-        send(bucket, item, Meter())
+        # In a thread: obstore keeps Ctrl-C waiting for the network in the main one.
+        in_parallel([item], lambda own, meter: send(bucket, own, meter), lambda done: None)
 
 
 def _stores(bucket: Bucket) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from offload_decode.common.errors import (
     StoreMismatch,
     StoreNotFound,
 )
+from offload_decode.prefill_jobs.buckets import collections
 from offload_decode.prefill_jobs.collect import CollectReport, collect
 from offload_decode.prefill_jobs.folders import Rules
 from offload_decode.prefill_jobs.job import Maker, Settings, prefill, prepare
@@ -369,3 +371,18 @@ def test_a_document_too_long_for_the_model_stops_no_other(maker, texts, out, mon
     report = collect(str(texts), out, maker)
     assert counts(report) == (1, 0, 0, 1)
     assert report.failed[0].reason == "it is longer than the model's positions"
+
+
+def test_ctrl_c_does_not_wait_for_lists_on_their_way_into_a_bucket(maker, texts, out, tmp_path, monkeypatch):
+    """The main thread would take it only when the network has answered."""
+    senders, send = [], collections.send
+
+    def sent(*given: Any) -> bool:
+        senders.append(threading.current_thread())
+        return send(*given)
+
+    collect(str(texts), out, maker)
+    monkeypatch.setattr(collections, "send", sent)
+    collections.push_collection(out, f"file://{tmp_path}/bucket", lambda *now: None)
+    assert len(senders) == 3
+    assert all(thread.daemon for thread in senders)
