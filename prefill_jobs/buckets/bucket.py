@@ -114,31 +114,31 @@ class Bucket:
             return sorted(found)
 
     def found(self, key: str) -> Found | None:
-        head = self._answer(key, lambda: self._obstore.head(self._store, key))
+        head = self._answer(lambda: self._obstore.head(self._store, self._plain(key)))
         return head and Found(head["size"], head["e_tag"] or str(head["last_modified"]))
 
     def read(self, key: str) -> bytes | None:
         """All of a small object; None where there is none."""
 
         def get() -> bytes:
-            found = self._obstore.get(self._store, key)
+            found = self._obstore.get(self._store, self._plain(key))
             if found.meta["size"] > LARGEST_LIST:
                 raise StoreDamaged(
                     f"{key} in {self.url} has more bytes than a store needs: remove it and push again."
                 )
             return bytes(found.bytes())
 
-        return self._answer(key, get)
+        return self._answer(get)
 
     def fetch(self, key: str, size: int, path: Path, seen: Callable[[int], None]) -> str:
-        """Write the bytes of an object to a file: their hex SHA-256. `seen` gets the size of each part."""
+        """Write an object to a new file: the hex SHA-256 of its bytes. `seen` gets the size of each part."""
         digest = hashlib.sha256()
-        with open(path, "wb") as file:
+        with open(path, "xb") as file:
             for start in range(0, size, PART):
                 with self._errors():
-                    self._check_plain(key)
+                    given = self._store, self._plain(key)
                     end = min(start + PART, size)
-                    part = memoryview(self._obstore.get_range(self._store, key, start=start, end=end))
+                    part = memoryview(self._obstore.get_range(*given, start=start, end=end))
                 digest.update(part)
                 file.write(part)
                 seen(len(part))
@@ -163,23 +163,20 @@ class Bucket:
             return True
 
     def remove(self, key: str) -> None:
-        self._answer(key, lambda: self._obstore.delete(self._store, key))
+        self._answer(lambda: self._obstore.delete(self._store, key))
 
     def digest(self, key: str) -> str | None:
         """The hex SHA-256 that an object was put with; a file's is computed. None where it is unknown."""
+        if self.folder:
+            with self._errors(), open(Path("/", self._plain(key)), "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        head = self._answer(lambda: self._obstore.get(self._store, key, options={"head": True}))
+        found = head and head.attributes.get(_SHA256)
+        return found if isinstance(found, str) else None
 
-        def digest() -> str | None:
-            if self.folder:
-                with open(Path("/", key), "rb") as file:
-                    return hashlib.file_digest(file, "sha256").hexdigest()
-            found = self._obstore.get(self._store, key, options={"head": True}).attributes.get(_SHA256)
-            return found if isinstance(found, str) else None
-
-        return self._answer(key, digest)
-
-    def _answer(self, key: str, ask: Callable[[], T]) -> T | None:
+    def _answer(self, ask: Callable[[], T]) -> T | None:
+        """None where there is no such object."""
         with self._errors():
-            self._check_plain(key)
             try:
                 return ask()
             except FileNotFoundError as error:
@@ -187,11 +184,12 @@ class Bucket:
                     raise
                 return None
 
-    def _check_plain(self, key: str) -> None:
-        """`StoreDamaged` where a pipe or anything else but a regular file has that name in a folder."""
+    def _plain(self, key: str) -> str:
+        """The key; `StoreDamaged` where anything but a regular file, as a pipe, has that name in a folder."""
         path = Path("/", key)
         if self.folder and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise StoreDamaged(f"{path} is not a plain file: remove it and push again.")
+        return key
 
     def _connect(self, scheme: str, host: str, hurried: bool) -> ObjectStore:
         if scheme == "file":
