@@ -43,8 +43,8 @@ class Prefiller(Worker):
 
     def begin(self) -> None:
         own, caps = self.setup.maker, self.setup.caps
-        given = own.settings.chunk, own.dtype, own.device, caps, own_memory(), own.weights
-        check_prefill(outline(own.model), *given)
+        given = outline(own.model), own.settings.chunk, own.dtype, own.device, caps, own_memory(), own.weights
+        check_prefill(*given)
         apply_caps(caps, own.device)
         _ = own.loaded
 
