@@ -218,9 +218,9 @@ def linked(tmp_path: Path) -> Path:
 def test_links_are_skipped_and_named(linked: Path) -> None:
     documents, skipped = read(linked)
     assert documents == ["a.txt", "deep/b.txt"]
-    links = {"file", "folder", "again", "own", "deep/up", "round", "nowhere", "null", "all"}
-    assert skipped.keys() == links
-    assert all(reason.startswith("it is a link") for reason in skipped.values())
+    to_folders = dict.fromkeys(("folder", "deep/up", "all"), "it is a link to a folder")
+    to_files = dict.fromkeys(("file", "again", "own", "round", "nowhere", "null"), "it is a link to a file")
+    assert skipped == to_folders | to_files
 
 
 def test_links_that_are_followed_give_every_file_once(linked: Path) -> None:

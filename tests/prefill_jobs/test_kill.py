@@ -23,7 +23,6 @@ from tests.store.jobs import make_job
 KINDS = ("clusters", "flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
 WAYS = {
     "dense": ("-o", "chunk=8"),
-    "quick": ("-o", "chunk=64"),
     "large": ("-o", "chunk=256"),
     "quoka": ("--method", "quoka", "-o", "chunk=64", "-o", "budget=64"),
 }
