@@ -228,8 +228,13 @@ def _last_boundary(store: KVStore) -> int:
 
 
 def _check_model(store: KVStore, loaded: LoadedModel) -> None:
-    names = "config_hash", "weights_hash", "tokenizer_hash", "dtype", "shape"
-    store.check_model(**{name: getattr(loaded, name) for name in names})
+    store.check_model(
+        config_hash=loaded.config_hash,
+        weights_hash=loaded.weights_hash,
+        tokenizer_hash=loaded.tokenizer_hash,
+        dtype=loaded.dtype,
+        shape=loaded.shape,
+    )
     if loaded.weights != store.manifest.weights:
         raise StoreMismatch(
             f"{store.path} was prefilled with {store.manifest.weights} weights, and this model has "

@@ -4,9 +4,9 @@ use.
 CACHE/
 ├── lock            held while room is made
 └── 3f0c…/          one entry, named after its key
-├── lock        shared by its users, exclusive while it is fetched; its time is that of the last use
-├── bytes       how many it takes, or will
-└── content     the entry; until it is complete, it is written beside this
+    ├── lock        shared by its users, exclusive while it is fetched; its time is that of the last use
+    ├── bytes       how many it takes, or will
+    └── content     the entry; until it is complete, it is written beside this
 """
 
 from __future__ import annotations
