@@ -13,7 +13,7 @@ OptionsT = TypeVar("OptionsT")
 ATTEND = ("auto", "host", "device", "pinned")
 WEIGHTS = ("auto", "full", "int8", "int4")
 STREAMED = "streamed"
-"""Weights that come to a card layer by layer, for a prefill alone (`models.streamed`)."""
+"""Weights that come to a card layer by layer, for a prefill alone (`models.layer_streaming`)."""
 
 
 @dataclasses.dataclass(frozen=True)

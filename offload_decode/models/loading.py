@@ -50,7 +50,7 @@ class Padding(NamedTuple):
 class LoadedModel:
     """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
     checkpoint's), or what they were quantised to as it was loaded. `streamed`: those of its layers come to
-    the device as they run (`models.streamed`), for passes without logits.
+    the device as they run (`models.layer_streaming`), for passes without logits.
     """
 
     model: Any
