@@ -104,6 +104,7 @@ class _Layer:
 class GeneratedLayer(_Layer):
     """A layer that keeps the KV of the tokens that follow `prefix.length` stored ones."""
 
+    supports_early_init = True  # else a cache of such layers counts as one that has seen no token
     seeded = 0  # tokens of the prefix that come to the attention call with the generated ones
 
     def __init__(self, index: int, prefix: Prefix, states: States | None = None):

@@ -188,6 +188,7 @@ def quantise(model: Any, weights: str, device: torch.device) -> Any:
     Layer by layer, so that the device never holds a whole unquantized model; nor does the host, where the
     weights are memory-mapped.
     """
+    _library()  # which is named where it is missing, even if no layer is packed
     for parent, name, layer in list(replaceable(model)):
         setattr(parent, name, packed(layer, weights).to(device))
     give_back()
