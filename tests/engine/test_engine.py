@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from unittest.mock import patch
 
 import numpy as np
@@ -222,6 +223,11 @@ def test_lost_keys_are_noticed(engine):
 def test_a_device_that_is_not_served_is_refused(device):
     with pytest.raises(ConfigError, match="device"):
         pick_device(device)
+
+
+def test_answers_are_frozen(engine):
+    with pytest.raises(FrozenInstanceError):
+        engine.answer("Who?", max_new_tokens=2).text = ""  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -217,16 +217,35 @@ def test_a_copied_cache_goes_its_own_way_and_copies_nothing_that_is_stored(engin
     [
         # `to` rounds rotary frequencies too: other positions than those of the stored keys.
         (lambda model: model.to(torch.bfloat16), "changed after its store was opened"),
-        (lambda model: setattr(model.config, "sliding_window", 3), "changed after its store was opened"),
         (lambda model: model.train(), "training mode"),
     ],
 )
-@sliding
 def test_a_model_that_is_changed_after_opening_is_refused(engine, change, says):
     change(engine.loaded.model)
-    for refused in (lambda: run(engine, ASKED, engine.new_cache()), lambda: engine.extend(ASKED)):
+    refused(engine, says)
+
+
+@sliding
+def test_a_window_that_is_changed_after_opening_is_refused(engine):
+    engine.loaded.model.config.sliding_window = 3
+    refused(engine, "changed after its store was opened")
+
+
+def refused(engine, says):
+    for run_some in (lambda: run(engine, ASKED, engine.new_cache()), lambda: engine.extend(ASKED)):
         with pytest.raises(ConfigError, match=says):
-            refused()
+            run_some()
+
+
+@pytest.mark.parametrize("wrong", [-1, 259])
+def test_ids_out_of_the_vocabulary_are_refused(engine, wrong):
+    with pytest.raises(ConfigError, match=f"id {wrong} is not in the vocabulary"):
+        run(engine, [5, wrong], engine.new_cache())
+
+
+def test_a_cache_behind_a_prefix_has_seen_tokens(engine):
+    """Models that treat a first pass in another way ask its cache."""
+    assert engine.new_cache().is_initialized
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_packed_cache_is_for_one_pass_over_its_own_tokens(talks):
     with pytest.raises(ConfigError, match="one pass"):
         run(talks, cache, 6)
     assert lengths(talks) == [{1}, {2}, {3}]
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="in a packed pass twice"):
         run(talks, cache_of([talks[0], talks[0]], 1, 1), 2)
 
 

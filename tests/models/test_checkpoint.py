@@ -105,10 +105,10 @@ def test_a_pipe_is_not_waited_for(folder, name):
     (folder / TEMPLATES).mkdir()
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(ModelError, match="not a regular file"):
+    with pytest.raises(ModelError, match="is not a regular file"):
         load(str(folder), "cpu")
     if name != WEIGHTS:
-        refused(folder, "not a regular file")
+        refused(folder, "is not a regular file")
 
 
 class Bomb:

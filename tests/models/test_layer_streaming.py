@@ -222,7 +222,10 @@ def test_a_model_without_a_list_of_layers_is_refused(card):
     [
         (lambda: load("demo", "cpu", weights="streamed"), "leave --weights out"),
         (lambda: stream(tiny_model(), torch.device("cpu")), "leave --weights out"),
-        (lambda: check_weights_of("mxfp4", "streamed"), "streamed are for checkpoints of whole weights"),
+        (
+            lambda: check_weights_of("mxfp4", "streamed"),
+            "weights streamed are for checkpoints of whole weights",
+        ),
         (lambda: EngineConfig(weights="streamed"), "choose one of: auto, full, int8, int4"),
         (lambda: Asked.of("demo", {"weights": "streamed"}), "is for a prefill"),
     ],
