@@ -79,7 +79,8 @@ def test_a_fork_goes_its_own_way(engine):
 @pytest.mark.parametrize("run", ["extend", "ask"])
 def test_an_interrupted_step_leaves_the_memory_as_it_was(engine, monkeypatch, fails_at, run):
     engine.ask(QUESTIONS[0])
-    before, expected = remembered(engine), engine.fork().extend([8, 9])
+    before, one = remembered(engine), engine.fork().extend([5])
+    expected = engine.fork().extend([8, 9])
     begin, calls = engine.prefix.begin, []
 
     def interrupted(*arguments):
@@ -93,6 +94,7 @@ def test_an_interrupted_step_leaves_the_memory_as_it_was(engine, monkeypatch, fa
         engine.extend([8, 9]) if run == "extend" else engine.ask(QUESTIONS[1])
     monkeypatch.undo()
     assert remembered(engine) == before
+    assert torch.equal(engine.fork().extend([5]), one)
     torch.testing.assert_close(engine.extend([8, 9]), expected, atol=1e-6, rtol=0)
 
 
