@@ -53,7 +53,10 @@ def by_pip_audit() -> int:
 
 def by_file(archive: Path) -> int:
     """The advisories of an archive against what is installed."""
-    installed = {canonicalize_name(one.name): one.version for one in distributions() if one.name}
+    installed: dict[str, str] = {}
+    for one in distributions():  # setuptools brings copies, later on the path
+        if one.name:
+            installed.setdefault(canonicalize_name(one.name), one.version)
     try:
         read, found = 0, []
         for advisory in advisories(archive):

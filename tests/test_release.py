@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -112,9 +113,13 @@ def test_an_advisory_concerns_the_versions_that_it_states(own: str, concerned: b
 
 
 def test_an_audit_by_a_file_finds_what_is_installed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit = script(".ci/audit.py")
+    vendored = tmp_path / "vendored" / "packaging-3.0.dist-info" / "METADATA"
+    vendored.parent.mkdir(parents=True)
+    vendored.write_text("Metadata-Version: 2.1\nName: packaging\nVersion: 3.0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(vendored.parents[1])])  # as setuptools does
     own = {
         **ADVISORY["affected"][0],
         "package": {"ecosystem": "PyPI", "name": "Packaging"},
