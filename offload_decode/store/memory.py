@@ -1,4 +1,4 @@
-"""A store in memory, for tests and benchmarks, which answers as one on disk of the same arrays."""
+"""Stores in memory, which answer as one on disk of the same arrays; and one of no tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,96 @@ import numpy as np
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows.encodings import INT4, INT8, decode, dim, encoding_of, name_of
-from offload_decode.store.format import Array, Manifest
+from offload_decode.store.format import DTYPES, Array, Manifest
 from offload_decode.store.layout import row_norms, sample_plan
 from offload_decode.store.pages import fold_pages, rounded_outward
 from offload_decode.store.streams import as_bytes
 from offload_decode.types import LayerKind, ModelShape
 
 Layers = Sequence[Sequence[Array]] | Array
-DTYPES = ("float16", "bfloat16", "float32")
 
 
-class MemoryStore:
+class _ArrayStore:
+    """What `MemoryStore` and `EmptyStore` answer."""
+
+    path = Path("in-memory.kv")
+
+    def __init__(self, manifest: Manifest, keys: Layers, values: Layers, queries: Layers | None) -> None:
+        self.manifest = manifest
+        self._keys, self._values, self._queries = keys, values, queries
+        self._heads = {
+            (layer, head): _Head(manifest, keys[layer][head], values[layer][head])
+            for layer in manifest.shape.full_layers
+            for head in range(manifest.shape.kv_heads)
+        }
+
+    @cached_property
+    def query_positions(self) -> Array:
+        """Token positions of the sampled queries, int64 `[n]`; `ConfigError` if none were given."""
+        return _read_only(self._plan[0])
+
+    @cached_property
+    def query_heads(self) -> Array:
+        """Which head of its group each is of, int64 `[n]`; `ConfigError` if none were given."""
+        return _read_only(self._plan[1])
+
+    @cached_property
+    def store_digest(self) -> str:
+        """SHA-256 of all keys and values, as they are stored."""
+        whole = hashlib.sha256()
+        for rows in (rows for head in self._heads.values() for rows in (head.keys, head.values)):
+            whole.update(as_bytes(rows))
+        return whole.hexdigest()
+
+    def keys(self, layer: int, kv_head: int) -> Array:
+        return self._heads[layer, kv_head].keys
+
+    def values(self, layer: int, kv_head: int) -> Array:
+        head = self._heads[layer, kv_head]
+        return head.keys if self.manifest.shape.latent else head.values
+
+    def key_norms(self, layer: int, kv_head: int) -> Array:
+        return self._heads[layer, kv_head].key_norms
+
+    def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
+        return self._heads[layer, kv_head].pages
+
+    def queries(self, layer: int, kv_head: int) -> Array:
+        """The queries `[n, D]` that were given; `ConfigError` if none were."""
+        _ = self._heads[layer, kv_head]
+        return _read_only(self._sampled()[layer][kv_head])
+
+    def window(self, layer: int) -> tuple[Array, Array]:
+        if not (own := self.manifest.shape.layers[layer]).local:
+            raise KeyError(layer)
+        keys, values = (
+            np.stack([rows[-self.manifest.window(own) :] for rows in given[layer]])
+            for given in (self._keys, self._values)
+        )
+        return keys, values
+
+    def states(self, layer: int) -> tuple[Array, ...]:
+        return ()
+
+    def digest(self, layer: int, kv_head: int) -> str:
+        return self._heads[layer, kv_head].digest
+
+    def check_mapped(self, layer: int) -> None:
+        """Nothing to check: memory does not shrink."""
+
+    @cached_property
+    def _plan(self) -> tuple[Array, Array]:
+        self._sampled()
+        own = self.manifest
+        return sample_plan(own.n_tokens, own.shape.group, own.n_samples)
+
+    def _sampled(self) -> Layers:
+        if self._queries is None:
+            raise ConfigError("this store was made without sampled queries: make it with queries=")
+        return self._queries
+
+
+class MemoryStore(_ArrayStore):
     """Implements `offload_decode.store.base.Store` over arrays: its methods are those of `KVStore`; what a
     prefill derives is made at first use by the writer's functions. It has no tokens, documents and recurrent
     states, and no indexes lie beside it: `topk` searches all keys.
@@ -69,8 +148,7 @@ class MemoryStore:
                 f"{tokens:,} tokens in pages of {page_size:,}, with {samples:,} queries of a KV head: a "
                 "store has at least one of each, and at most one query for each token and query head"
             )
-        self.path = Path("in-memory.kv")
-        self.manifest = Manifest(
+        manifest = Manifest(
             model_id="in memory",
             model_config_hash="",
             weights_hash="",
@@ -85,94 +163,37 @@ class MemoryStore:
             page_size=page_size,
             query_samples=samples,
         )
-        self._keys, self._values, self._queries = keys, values, queries
-        self._heads = {
-            (layer, head): _Head(self.manifest, keys[layer][head], values[layer][head])
-            for layer in shape.full_layers
-            for head in range(shape.kv_heads)
-        }
+        super().__init__(manifest, keys, values, queries)
 
-    @cached_property
-    def query_positions(self) -> Array:
-        """Token positions of the sampled queries, int64 `[n]`; `ConfigError` if none were given."""
-        return _read_only(self._plan[0])
 
-    @cached_property
-    def query_heads(self) -> Array:
-        """Which head of its group each is of, int64 `[n]`; `ConfigError` if none were given."""
-        return _read_only(self._plan[1])
+class EmptyStore(_ArrayStore):
+    """A store of 0 tokens, as `manifest` states, for a conversation with the bare model."""
 
-    @cached_property
-    def store_digest(self) -> str:
-        """SHA-256 of all keys and values, as they are stored."""
-        whole = hashlib.sha256()
-        for rows in (rows for head in self._heads.values() for rows in (head.keys, head.values)):
-            whole.update(as_bytes(rows))
-        return whole.hexdigest()
+    path = Path("empty.kv")
 
-    def keys(self, layer: int, kv_head: int) -> Array:
-        return self._heads[layer, kv_head].keys
-
-    def values(self, layer: int, kv_head: int) -> Array:
-        head = self._heads[layer, kv_head]
-        return head.keys if self.manifest.shape.latent else head.values
-
-    def key_norms(self, layer: int, kv_head: int) -> Array:
-        return self._heads[layer, kv_head].key_norms
-
-    def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
-        return self._heads[layer, kv_head].pages
-
-    def queries(self, layer: int, kv_head: int) -> Array:
-        """The queries `[n, D]` that were given; `ConfigError` if none were."""
-        _ = self._heads[layer, kv_head]
-        return _read_only(np.ascontiguousarray(self._sampled()[layer][kv_head]))
-
-    def window(self, layer: int) -> tuple[Array, Array]:
-        if not (own := self.manifest.shape.layers[layer]).local:
-            raise KeyError(layer)
-        keys, values = (
-            np.stack([rows[-self.manifest.window(own) :] for rows in given[layer]])
-            for given in (self._keys, self._values)
-        )
-        return keys, values
-
-    def states(self, layer: int) -> tuple[Array, ...]:
-        return ()
-
-    def digest(self, layer: int, kv_head: int) -> str:
-        return self._heads[layer, kv_head].digest
-
-    def check_mapped(self, layer: int) -> None:
-        """Nothing to check: memory does not shrink."""
-
-    @cached_property
-    def _plan(self) -> tuple[Array, Array]:
-        self._sampled()
-        own = self.manifest
-        return sample_plan(own.n_tokens, own.shape.group, own.n_samples)
-
-    def _sampled(self) -> Layers:
-        if self._queries is None:
-            raise ConfigError("this store was made without sampled queries: make it with queries=")
-        return self._queries
+    def __init__(self, manifest: Manifest) -> None:
+        assert not manifest.n_tokens, "there is nothing to read"
+        layers, dtype = manifest.shape.layers, manifest.numpy_dtype
+        keys = [[np.zeros((0, own.key_dim), dtype)] * own.kv_heads for own in layers]
+        values = [[np.zeros((0, own.value_dim), dtype)] * own.kv_heads for own in layers]
+        super().__init__(manifest, keys, values, queries=keys)
+        self.query_positions = self.query_heads = np.zeros(0, np.int64)
 
 
 class _Head:
     """One KV head of a full-attention layer."""
 
     def __init__(self, manifest: Manifest, keys: Array, values: Array) -> None:
-        self._manifest = manifest
-        self._given = keys, values
+        self._manifest, self._rows = manifest, (keys, values)
 
     # Copied at first use: what nobody reads may be a view of any size.
     @cached_property
     def keys(self) -> Array:
-        return _read_only(np.ascontiguousarray(self._given[0]))
+        return _read_only(self._rows[0])
 
     @cached_property
     def values(self) -> Array:
-        return _read_only(np.ascontiguousarray(self._given[1]))
+        return _read_only(self._rows[1])
 
     @cached_property
     def key_norms(self) -> Array:
@@ -196,7 +217,8 @@ class _Head:
 
 
 def _read_only(array: Array) -> Array:
-    view = array.view()
+    """A view of it; a copy where it is not contiguous."""
+    view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
 

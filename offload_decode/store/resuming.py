@@ -37,12 +37,18 @@ def prepare(
     given = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
     given["query_positions"] = samples[0]
     if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
-        _create(partial, manifest, given, growth)
+        _create(partial, manifest, given, samples, growth)
     _refuse_other_job(partial, manifest, given, growth)
     return samples
 
 
-def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None) -> None:
+def _create(
+    partial: Path,
+    manifest: Manifest,
+    given: Mapping[str, Array],
+    samples: tuple[Array, Array],
+    growth: Growth | None,
+) -> None:
     root = partial / STORE
     (partial / PROGRESS).unlink(missing_ok=True)  # of a store that was published and removed
     for folder in (root, partial / WINDOWS):
@@ -60,7 +66,7 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     )
     if growth:
         try:
-            committed = growth.seed(partial, manifest, specs, committed)
+            committed = growth.seed(partial, manifest, specs, samples, committed)
         except BaseException:
             shutil.rmtree(root)  # what was copied would only fill the disk
             raise
@@ -77,15 +83,13 @@ def staged_specs(partial: Path, manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays, whose files had their full size from the beginning: a larger one would be published so."""
     root = partial / STORE
     specs = layout.read_specs(root, manifest)
-    for name in layout.group_files(manifest):
+    for name in (*layout.group_files(manifest), *specs):
         try:
-            read_regular(root / name, LARGEST_MANIFEST)
+            if spec := specs.get(name):
+                check_sizes((str(root / file), spec.chunk_bytes) for file in spec.files())
+            else:
+                read_regular(root / name, LARGEST_MANIFEST)
         except (FileNotFoundError, StoreDamaged) as error:
-            raise staging.damaged(partial, name) from error
-    for name, spec in specs.items():
-        try:
-            check_sizes((str(root / file), spec.chunk_bytes) for file in spec.files())
-        except StoreDamaged as error:
             raise staging.damaged(partial, name) from error
     return specs
 
@@ -129,7 +133,7 @@ def reopened_page(manifest: Manifest, keys: RowStream) -> Array | None:
     if not (rows := keys.rows % manifest.page_size) or keys.rows == manifest.n_tokens:
         return None
     start = keys.rows - rows
-    newest = np.stack([keys.view(head)[start : keys.rows] for head in range(manifest.shape.kv_heads)])
+    newest = np.stack([keys.view(head)[start:] for head in range(manifest.shape.kv_heads)])
     if manifest.encoding("keys"):
         newest = decode(newest)
     return fold_pages(None, start, newest, manifest.page_size, manifest.n_tokens)[2]

@@ -60,10 +60,11 @@ def test_ten_million_tokens_do_not_overflow(tmp_path: Path, monkeypatch: pytest.
     one_head = replace(spec, shape=(1, *spec.shape[1:]))
     assert len(one_head.head_files(0)) == 32
     allocate(tmp_path, one_head)  # sparse files
-    stream = RowStream(tmp_path, one_head)
+    stream = RowStream(tmp_path, one_head, set())
     stream.rows = 9_999_990
     block = np.arange(640, dtype=np.float16).reshape(1, 10, 64)
     stream.write(block)
+    stream.advance(block)
     view = stream.view(0)
     assert view.shape == (10_000_000, 64)
     np.testing.assert_array_equal(view[-10:], block[0])
