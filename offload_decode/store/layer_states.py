@@ -80,9 +80,9 @@ class StateLog(_Log):
 
     def put(self, stop: int, states: Sequence[Array]) -> Segment:
         """Write the states after the first `stop` tokens, in the order and of the shapes of the layer."""
-        for given, wanted in zip(states, self._shapes, strict=True):
-            assert (given.shape, given.dtype) == (wanted.shape, numpy_dtype(wanted.dtype)), (
-                f"{self._name}: {given.shape} {given.dtype} for its {wanted.name}"
+        for state, expected in zip(states, self._shapes, strict=True):
+            assert (state.shape, state.dtype) == (expected.shape, numpy_dtype(expected.dtype)), (
+                f"{self._name}: {state.shape} {state.dtype} for its {expected.name}"
             )
         self.segment = self._write(0, stop, b"".join(map(as_bytes, states)))
         return self.segment

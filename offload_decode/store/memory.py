@@ -74,8 +74,8 @@ class _ArrayStore:
         if not (own := self.manifest.shape.layers[layer]).local:
             raise KeyError(layer)
         keys, values = (
-            np.stack([rows[-self.manifest.window(own) :] for rows in given[layer]])
-            for given in (self._keys, self._values)
+            np.stack([rows[-self.manifest.window(own) :] for rows in layers[layer]])
+            for layers in (self._keys, self._values)
         )
         return keys, values
 
@@ -133,11 +133,11 @@ class MemoryStore(_ArrayStore):
                 f"keys are {kv['keys']} and values {kv['values']}: each must be encoded rows or in the "
                 f"model's dtype, one of {', '.join(DTYPES)}"
             )
-        for kind, given in (("keys", keys), ("values", values)):
+        for kind, layers in (("keys", keys), ("values", values)):
             for layer, own in enumerate(shape.layers):
                 stored = kv[kind] if own.kind is LayerKind.FULL else dtype
                 dim = own.key_dim if kind == "keys" else own.value_dim
-                _check(kind, layer, given, [((tokens, dim), stored)] * own.kv_heads)
+                _check(kind, layer, layers, [((tokens, dim), stored)] * own.kv_heads)
         samples, most = 1, tokens * shape.group
         if queries is not None:
             samples = len(_first("queries", queries, shape))
@@ -223,20 +223,20 @@ def _read_only(array: Array) -> Array:
     return view
 
 
-def _first(kind: str, given: Layers, shape: ModelShape) -> Array:
-    """The first head that is stored whole; ConfigError unless `given` has the layers of the shape."""
+def _first(kind: str, layers: Layers, shape: ModelShape) -> Array:
+    """The first head that is stored whole; ConfigError unless `layers` are those of the shape."""
     if not shape.full_layers:
         raise ConfigError("the shape has sliding layers alone: there is nothing to search")
-    if len(given) != len(shape.layers) or not len(given[shape.full_layers[0]]):
+    if len(layers) != len(shape.layers) or not len(layers[shape.full_layers[0]]):
         raise ConfigError(f"{kind} must be given for {len(shape.layers)} layers and their KV heads")
-    head: Array = given[shape.full_layers[0]][0]
+    head: Array = layers[shape.full_layers[0]][0]
     return head
 
 
-def _check(kind: str, layer: int, given: Layers, expected: list[tuple[tuple[int, ...], str]]) -> None:
+def _check(kind: str, layer: int, layers: Layers, expected: list[tuple[tuple[int, ...], str]]) -> None:
     """ConfigError unless the heads of a layer are of the expected shapes `(rows, D)` and kinds."""
     found = [
-        ((*own.shape, dim(own)) if encoding_of(own) else own.shape, name_of(own)) for own in given[layer]
+        ((*own.shape, dim(own)) if encoding_of(own) else own.shape, name_of(own)) for own in layers[layer]
     ]
     if found != expected:
         raise ConfigError(f"the {kind} of layer {layer} are {found}, where {expected} would fit the others")

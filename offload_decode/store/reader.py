@@ -194,16 +194,16 @@ class KVStore:
     ) -> None:
         """StoreMismatch where what is given of a model differs from the model that made the store."""
         ours = self.manifest
-        for what, mine, given in (
+        for difference, stored, current in (
             ("another configuration", ours.model_config_hash, config_hash),
             (f"another dtype, {dtype}", ours.dtype, dtype),
             ("other weights", ours.weights_hash, weights_hash),
             ("another tokenizer", ours.tokenizer_hash, tokenizer_hash),
             ("another shape", ours.shape, shape),
         ):
-            if given is None or given == mine:
+            if current is None or current == stored:
                 continue
-            if isinstance(given, str) and fingerprint_version(given) != fingerprint_version(str(mine)):
+            if isinstance(current, str) and fingerprint_version(current) != fingerprint_version(str(stored)):
                 raise StoreMismatch(
                     f"{self.path} was made by another release ({ours.software}), which knows models by other "
                     "fingerprints, so it cannot be told whether this model made it: prefill again, or use "
@@ -211,7 +211,7 @@ class KVStore:
                 )
             raise StoreMismatch(
                 f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model has "
-                f"{what}: open the store with the model that made it, or prefill again."
+                f"{difference}: open the store with the model that made it, or prefill again."
             )
 
     def verify(self, progress: files.Report | None = None) -> None:

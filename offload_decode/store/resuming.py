@@ -34,18 +34,18 @@ def prepare(
     offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
     names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
     samples = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)
-    given = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
-    given["query_positions"] = samples[0]
+    arrays = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
+    arrays["query_positions"] = samples[0]
     if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
-        _create(partial, manifest, given, samples, growth)
-    _refuse_other_job(partial, manifest, given, growth)
+        _create(partial, manifest, arrays, samples, growth)
+    _refuse_other_job(partial, manifest, arrays, growth)
     return samples
 
 
 def _create(
     partial: Path,
     manifest: Manifest,
-    given: Mapping[str, Array],
+    arrays: Mapping[str, Array],
     samples: tuple[Array, Array],
     growth: Growth | None,
 ) -> None:
@@ -55,7 +55,7 @@ def _create(
         files.remove(folder)
         folder.mkdir()
     earlier = growth.earlier.specs if growth else None
-    sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
+    sizes = len(arrays["documents/offsets"]) - 1, len(arrays["documents/names"])
     specs = list(array_specs(manifest, *sizes, earlier))
     layout.create_group(root, manifest, specs)
     committed = Committed(
@@ -72,8 +72,8 @@ def _create(
             raise
     for spec in specs:
         allocate(root, spec)
-        if spec.name in given:
-            write_array(root, spec, given[spec.name])
+        if spec.name in arrays:
+            write_array(root, spec, arrays[spec.name])
     for folder in (root, partial / WINDOWS):
         files.sync_tree(folder)
     committed.save(partial)
@@ -95,17 +95,17 @@ def staged_specs(partial: Path, manifest: Manifest) -> dict[str, ArraySpec]:
 
 
 def _refuse_other_job(
-    partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None
+    partial: Path, manifest: Manifest, arrays: Mapping[str, Array], growth: Growth | None
 ) -> None:
     """StoreMismatch where the staged store is not the one that was asked for."""
-    staged, asked = layout.read_header(partial / STORE), manifest.to_json()
+    staged, wanted = layout.read_header(partial / STORE), manifest.to_json()
     if staged is None:
         raise staging.damaged(partial, layout.ROOT)
-    asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
-    others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
+    wanted["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
+    others = sorted(name for name in {*staged, *wanted} if staged.get(name) != wanted.get(name))
     changed = [
         name
-        for name, array in given.items()
+        for name, array in arrays.items()
         if _staged_bytes(partial / STORE, name, array.nbytes) != as_bytes(array)
     ]
     if not others and "documents" in {name.partition("/")[0] for name in changed}:

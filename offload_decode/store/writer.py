@@ -131,8 +131,8 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
             if not window.restore(done.segments.get(str(layer), [])) or window.rows != done.tokens:
                 raise staging.damaged(partial, f"The window of layer {layer}")
         for layer, log in self._states.items():
-            kept = done.states.get(str(layer)), done.seam_states.get(str(layer))
-            if not log.restore(*kept) or log.rows != done.tokens:
+            segments = done.states.get(str(layer)), done.seam_states.get(str(layer))
+            if not log.restore(*segments) or log.rows != done.tokens:
                 raise staging.damaged(partial, f"The state of layer {layer}")
         try:
             self._encoder = Encoder(manifest, done.errors, done.seam_errors)
