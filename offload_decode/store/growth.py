@@ -110,14 +110,13 @@ class Growth:
             return empty
         root, crcs = partial / STORE, {}
         rows = rows_at(manifest, samples[0], seam)
-        slots = self._slots(samples, rows["queries"])
         for number, spec in enumerate(specs):
             self.progress("copy", number, len(specs))
             kind = kind_of(spec)
             if kind is None:
                 continue
             if kind == "queries":
-                self._queries(root, spec, slots)
+                self._queries(root, spec, samples, rows[kind])
             else:
                 self._rows(root, spec, rows[kind])
             crcs[spec.name] = row_crcs(root, spec, rows[kind])
@@ -163,17 +162,14 @@ class Growth:
                 self.shared, self.copied = self.shared + shared, self.copied + count - shared
                 place += count
 
-    def _slots(self, samples: tuple[Array, Array], count: int) -> Array:
-        """Where the earlier store has the first `count` samples of the longer corpus."""
+    def _queries(self, root: Path, spec: ArraySpec, samples: tuple[Array, Array], count: int) -> None:
+        """The first `count` samples of the longer corpus, all of which the shorter one has."""
         own, group = self.earlier.manifest, self.earlier.manifest.shape.group
         earlier = sample_plan(own.n_tokens, group, own.query_samples)
         theirs, ours = (positions * group + heads for positions, heads in (earlier, samples))
         wanted = ours[:count]
         slots = np.searchsorted(theirs, wanted)
         assert (theirs[slots] == wanted).all(), "samples of a longer corpus are samples of a shorter one"
-        return slots
-
-    def _queries(self, root: Path, spec: ArraySpec, slots: Array) -> None:
         layer = int(spec.name.split("/")[1])
         allocate(root, spec)
         heads = [self.earlier.queries(layer, head)[slots] for head in range(spec.shape[0])]
