@@ -67,11 +67,11 @@ class Header:
         try:
             data = files.parse(read_regular(path / HEADER))
         except (FileNotFoundError, NotADirectoryError) as error:
-            told = f"There is no collection at {path}: make one with `offload-decode collect`."
-            raise StoreNotFound(told) from error
+            message = f"There is no collection at {path}: make one with `offload-decode collect`."
+            raise StoreNotFound(message) from error
         except ValueError as error:
-            told = f"{path / HEADER} is no JSON: restore it from a copy, or collect again."
-            raise StoreDamaged(told) from error
+            message = f"{path / HEADER} is no JSON: restore it from a copy, or collect again."
+            raise StoreDamaged(message) from error
         if not isinstance(data, dict) or data.get("version") != VERSION:
             raise StoreForeign(f"{path} is a collection of another release: use that one, or collect again.")
         if set(data) != {field.name for field in fields(cls)} or not isinstance(data["settings"], dict):
@@ -80,9 +80,9 @@ class Header:
             raise StoreForeign(f"{path / HEADER} does not name a model: collect again.")
         return cls(**data)
 
-    def check(self, path: Path, asked: Header) -> None:
-        """StoreMismatch where documents made as `asked` do not belong to the collection at `path`."""
-        wanted = asdict(asked) | {"model_id": self.model_id}
+    def check(self, path: Path, other: Header) -> None:
+        """StoreMismatch where documents made as `other` says do not belong to the collection at `path`."""
+        wanted = asdict(other) | {"model_id": self.model_id}
         others = [name for name, own in asdict(self).items() if own != wanted[name]]
         if others:
             way = "give what it was made with, or choose another --out."
@@ -227,9 +227,8 @@ class Condition:
 
     def holds(self, entry: Entry) -> bool:
         """Whether a document meets it."""
-        if self.field == NAME:
-            return self._compares(entry.name)
-        return self.field in entry.metadata and self._compares(entry.metadata[self.field])
+        fields = {**entry.metadata, NAME: entry.name}
+        return self.field in fields and self._compares(fields[self.field])
 
     def _compares(self, value: Value) -> bool:
         if self.comparison in _ORDERED:

@@ -48,7 +48,7 @@ class Words:
     def __enter__(self) -> Self:
         if os.path.lexists(self._path):
             _check_plain(self._path)
-        with _told(self._path):
+        with _surfaced(self._path):
             self._connection = _connected(self._path)
             if not next(self._connection.execute("SELECT count(*) FROM sqlite_schema"))[0]:
                 self._connection.execute(_TABLE)
@@ -59,7 +59,7 @@ class Words:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _told(self._path), closing(self._connection):
+        with _surfaced(self._path), closing(self._connection):
             self._connection.commit()
 
     def __contains__(self, store: str) -> bool:
@@ -69,9 +69,9 @@ class Words:
         """Add the text of the document in `store`. A kill loses the last few: whoever holds the text asks
         whether they are there.
         """
-        with _told(self._path):
-            given = number_of(store), _spaced(text.encode("utf-8", "replace").decode())
-            self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", given)
+        with _surfaced(self._path):
+            row = number_of(store), _spaced(text.encode("utf-8", "replace").decode())
+            self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", row)
             self._uncommitted += 1
             if self._uncommitted % _COMMIT_EVERY == 0:
                 self._connection.commit()
@@ -80,7 +80,7 @@ class Words:
     def keep(self, stores: Collection[str]) -> None:
         """Remove the documents that are in none of `stores`."""
         gone = self._there - set(map(number_of, stores))
-        with _told(self._path):
+        with _surfaced(self._path):
             self._connection.executemany("DELETE FROM words WHERE rowid = ?", ((one,) for one in gone))
         self._there -= gone
 
@@ -92,7 +92,7 @@ def ranked(path: Path, question: str) -> list[int]:
     if not wanted:
         return []
     _check_plain(path)
-    with _told(path), closing(_connected(path)) as connection:
+    with _surfaced(path), closing(_connected(path)) as connection:
         connection.execute("PRAGMA query_only = ON")
         _check(connection)
         found = connection.execute("SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank", (wanted,))
@@ -114,12 +114,12 @@ def verify(path: Path, stores: Collection[str]) -> None:
     says of them what their texts say. Of a copy, for SQLite checks this with a statement that writes.
     """
     _check_plain(path)
-    with _told(path), closing(_connected(path)) as connection, closing(_connected("")) as copy:
+    with _surfaced(path), closing(_connected(path)) as connection, closing(_connected("")) as copy:
         _check(connection)
         connection.backup(copy)
-        told = next(copy.execute("PRAGMA integrity_check(1)"))[0]
-        if told != "ok":
-            raise sqlite3.DatabaseError(told)
+        finding = next(copy.execute("PRAGMA integrity_check(1)"))[0]
+        if finding != "ok":
+            raise sqlite3.DatabaseError(finding)
         copy.execute("INSERT INTO words (words) VALUES ('integrity-check')")
         there = {number for (number,) in copy.execute("SELECT id FROM words_docsize")}
     others = there ^ set(map(number_of, stores))
@@ -184,7 +184,8 @@ def _is_ours(journal: Path) -> bool:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _surfaced(path: Path) -> Iterator[None]:
+    """Errors of SQLite as our own."""
     try:
         yield
     except MemoryError as error:  # of a length that the file states

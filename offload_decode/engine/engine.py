@@ -24,8 +24,8 @@ from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.placement import check_placement
 from offload_decode.models.loading import LoadedModel, load, wrap
-from offload_decode.store.base import EmptyStore
 from offload_decode.store.format import Manifest, token_hash
+from offload_decode.store.memory import EmptyStore
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer
 

@@ -1,4 +1,4 @@
-"""`Store`: what decoding reads of a store, wherever it lies; a range of one, and an empty one."""
+"""`Store`: what decoding reads of a store, wherever it lies; and a range of one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.store.format import Array, Manifest
@@ -100,42 +98,3 @@ class StoreRange:
 
     def _named(self, digest: str) -> str:
         return hashlib.sha256(f"{digest}:{self.tokens.start}:{self.tokens.stop}".encode()).hexdigest()
-
-
-class EmptyStore:
-    """Implements `Store` for a conversation with the bare model; `manifest` states 0 tokens."""
-
-    path = Path("empty.kv")
-    store_digest = hashlib.sha256().hexdigest()
-
-    def __init__(self, manifest: Manifest) -> None:
-        assert not manifest.n_tokens, "there is nothing to read"
-        self.manifest = manifest
-        self.query_positions = self.query_heads = np.zeros(0, np.int64)
-
-    def keys(self, layer: int, kv_head: int) -> Array:
-        return np.zeros((0, self.manifest.shape.layers[layer].key_dim), self.manifest.numpy_dtype)
-
-    def values(self, layer: int, kv_head: int) -> Array:
-        return np.zeros((0, self.manifest.shape.layers[layer].value_dim), self.manifest.numpy_dtype)
-
-    def key_norms(self, layer: int, kv_head: int) -> Array:
-        return np.zeros(0, np.float32)
-
-    def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
-        return self.keys(layer, kv_head), self.keys(layer, kv_head)
-
-    queries = keys
-
-    def window(self, layer: int) -> tuple[Array, Array]:
-        heads = self.manifest.shape.layers[layer].kv_heads
-        return np.stack([self.keys(layer, 0)] * heads), np.stack([self.values(layer, 0)] * heads)
-
-    def states(self, layer: int) -> tuple[Array, ...]:
-        return ()
-
-    def digest(self, layer: int, kv_head: int) -> str:
-        return self.store_digest
-
-    def check_mapped(self, layer: int) -> None:
-        """Nothing is mapped."""

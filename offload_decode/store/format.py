@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from offload_decode.common.errors import ConfigError, StoreForeign
 from offload_decode.common.rows import encodings
+from offload_decode.common.rows.arrays import KEY_DTYPES
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
 TEXT = 4096
@@ -145,11 +145,8 @@ ATTRIBUTE = "offload_decode"
 
 Array = npt.NDArray[Any]
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
+DTYPES = {dtype.name: dtype for dtype in KEY_DTYPES}
+"""Of models, by name."""
 _ENCODED = (encodings.INT8, encodings.INT4)
 
 KV_KINDS: dict[str, tuple[str | None, str | None]] = {
@@ -201,7 +198,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of that name, `bfloat16` included; encoded rows are bytes."""
     if name in _ENCODED:
         return np.dtype(np.uint8)
-    return _DTYPES[name] if name in _DTYPES else np.dtype(name)
+    return DTYPES[name] if name in DTYPES else np.dtype(name)
 
 
 def running_software() -> str:
@@ -252,7 +249,7 @@ class Manifest:
     def __post_init__(self) -> None:
         if not self.kv:
             object.__setattr__(self, "kv", {"keys": self.dtype, "values": self.dtype})
-        assert self.dtype in _DTYPES, f"dtype {self.dtype!r} is none of {', '.join(_DTYPES)}"
+        assert self.dtype in DTYPES, f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}"
         assert self.template in ("chat", "plain"), f"template {self.template!r} is neither 'chat' nor 'plain'"
         assert self.n_tokens >= 0 < min(self.page_size, self.query_samples), "counts are positive"
         assert isinstance(self.prefill.get("method"), str), "prefill names its method"
@@ -332,7 +329,7 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
     texts = ("model_id", "model_config_hash", "weights_hash", "tokenizer_hash", "token_hash", "software")
     ranges = {**dict.fromkeys(("n_tokens", "page_size"), MOST_TOKENS), "query_samples": 2**63 - 1}
     wanted = {**dict.fromkeys(texts, str), **{name: range(1, most + 1) for name, most in ranges.items()}}
-    wanted |= {"dtype": tuple(_DTYPES), "template": ("chat", "plain"), "rope": dict, "prefill": dict}
+    wanted |= {"dtype": tuple(DTYPES), "template": ("chat", "plain"), "rope": dict, "prefill": dict}
     for name, own in wanted.items():
         check(name, data[name], own)
     if data["format_version"] != 2 or data["seam"] is not None:
@@ -342,7 +339,7 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
         check("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
     kinds = (data["dtype"], *_ENCODED)
     check("kv", data["kv"], {"keys": kinds, "values": kinds})
-    shape = shape_from(data["shape"], data["format_version"], _DTYPES)
+    shape = shape_from(data["shape"], data["format_version"], DTYPES)
     if encodings.INT4 in data["kv"].values() and shape.value_dim % 2:
         raise ValueError("int4 rows have an even number of channels")
     if shape.latent and data["kv"]["keys"] != data["kv"]["values"]:

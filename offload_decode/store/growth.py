@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -21,12 +20,12 @@ import numpy as np
 from offload_decode.common.files import remove
 from offload_decode.store import layout
 from offload_decode.store.files import open_regular
-from offload_decode.store.format import Manifest
+from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layer_states import StateLog, WindowLog
 from offload_decode.store.layout import ArraySpec, array_name, sample_plan
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, Segment
-from offload_decode.store.streams import RowStream, allocate, as_bytes, head_view, kind_of, rows_at
+from offload_decode.store.streams import allocate, kind_of, row_crcs, rows_at, write_all, write_array
 
 BLOCK = 64 * 1024
 """Clones begin and end on the blocks of a file system, which have 4 to 64 KiB."""
@@ -71,9 +70,7 @@ def _copy(here: int, start: int, there: int, at: int, count: int) -> None:
     data = memoryview(os.pread(here, count, start))
     if len(data) != count:
         raise OSError(0, "it ends too early")
-    while data:
-        written = os.pwrite(there, data, at)
-        data, at = data[written:], at + written
+    write_all(there, at, data)
 
 
 Progress = Callable[[str, int, int], None]
@@ -96,10 +93,15 @@ class Growth:
             remove(partial / REPLACED)
 
     def seed(
-        self, partial: Path, manifest: Manifest, specs: Sequence[ArraySpec], empty: Committed
+        self,
+        partial: Path,
+        manifest: Manifest,
+        specs: Sequence[ArraySpec],
+        samples: tuple[Array, Array],
+        empty: Committed,
     ) -> Committed:
         """Check every byte of the earlier store and put what it holds up to its seam into the staging folder,
-        where only metadata lies: what is committed then.
+        where only metadata lies: what is committed then. samples: positions and heads of the longer corpus.
         """
         own, seam = self.earlier.manifest, self.earlier.manifest.seam
         assert seam is not None, "a store that keeps no seam is refused"
@@ -107,17 +109,17 @@ class Growth:
         if not seam:
             return empty
         root, crcs = partial / STORE, {}
-        positions = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)[0]
-        rows = rows_at(manifest, positions, seam)
+        rows = rows_at(manifest, samples[0], seam)
         for number, spec in enumerate(specs):
             self.progress("copy", number, len(specs))
             kind = kind_of(spec)
+            if kind is None:
+                continue
             if kind == "queries":
-                crcs[spec.name] = self._queries(root, spec, manifest)
-            elif kind:
+                self._queries(root, spec, samples, rows[kind])
+            else:
                 self._rows(root, spec, rows[kind])
-                heads = (head_view(root, spec, head) for head in range(spec.shape[0]))
-                crcs[spec.name] = [zlib.crc32(as_bytes(head[: rows[kind]])) for head in heads]
+            crcs[spec.name] = row_crcs(root, spec, rows[kind])
         states = self._states(partial / WINDOWS, manifest, seam)
         errors = {
             array_name(entry["layer"], kind): entry["sums"]
@@ -160,43 +162,34 @@ class Growth:
                 self.shared, self.copied = self.shared + shared, self.copied + count - shared
                 place += count
 
-    def _queries(self, root: Path, spec: ArraySpec, manifest: Manifest) -> list[int]:
-        """The samples of the longer corpus up to the seam, all of which the shorter one has."""
-        own, group = self.earlier.manifest, manifest.shape.group
-        layer = int(spec.name.split("/")[1])
-        theirs, ours = (
-            positions * group + heads
-            for positions, heads in (
-                sample_plan(each.n_tokens, group, each.query_samples) for each in (own, manifest)
-            )
-        )
-        wanted = ours[ours < (own.seam or 0) * group]
+    def _queries(self, root: Path, spec: ArraySpec, samples: tuple[Array, Array], count: int) -> None:
+        """The first `count` samples of the longer corpus, all of which the shorter one has."""
+        own, group = self.earlier.manifest, self.earlier.manifest.shape.group
+        earlier = sample_plan(own.n_tokens, group, own.query_samples)
+        theirs, ours = (positions * group + heads for positions, heads in (earlier, samples))
+        wanted = ours[:count]
         slots = np.searchsorted(theirs, wanted)
         assert (theirs[slots] == wanted).all(), "samples of a longer corpus are samples of a shorter one"
+        layer = int(spec.name.split("/")[1])
         allocate(root, spec)
-        stream = RowStream(root, spec)
-        block = np.stack([self.earlier.queries(layer, head)[slots] for head in range(spec.shape[0])])
-        stream.write(block)
-        stream.advance(block)
-        return stream.crcs
+        heads = [self.earlier.queries(layer, head)[slots] for head in range(spec.shape[0])]
+        write_array(root, spec, np.stack(heads))
 
     def _windows(self, folder: Path, manifest: Manifest, seam: int) -> dict[str, list[Segment]]:
         logs = {}
         for layer in manifest.shape.local_layers:
-            log = WindowLog(folder, layer, manifest)
+            log = WindowLog(folder, layer, manifest, set())
             keys, values = self.earlier.window_at_seam(layer)
             log.append(keys, values, start=seam - keys.shape[1])
             logs[str(layer)] = log.segments
         return logs
 
     def _states(self, folder: Path, manifest: Manifest, seam: int) -> dict[str, Segment]:
-        kept = {}
+        segments = {}
         for layer in manifest.shape.state_layers:
-            log = StateLog(folder, layer, manifest.shape.layers[layer].states)
-            log.put(seam, [np.array(state) for state in self.earlier.states_at_seam(layer)])
-            assert log.segment is not None
-            kept[str(layer)] = log.segment
-        return kept
+            log = StateLog(folder, layer, manifest.shape.layers[layer].states, set())
+            segments[str(layer)] = log.put(seam, self.earlier.states_at_seam(layer))
+        return segments
 
 
 def is_left(partial: Path, manifest: Manifest) -> bool:

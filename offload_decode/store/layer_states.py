@@ -23,24 +23,12 @@ from offload_decode.types import StateShape
 
 
 class _Log:
-    """The files of one layer in a folder, whose names begin with `name`: one for each segment."""
+    """The files of one layer in a folder, whose names begin with `name`: one for each segment. New ones are
+    added to `written`.
+    """
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._written: set[Path] = set()
-
-    def take_written(self) -> set[Path]:
-        """The files that were made since this was last asked."""
-        written, self._written = self._written, set()
-        return written
-
-    def live(self) -> list[Segment]:
-        """The segments that are needed still."""
-        raise NotImplementedError
-
-    def files(self) -> list[Path]:
-        """The files of the segments that are needed still."""
-        return [self._file(own) for own in self.live()]
+    def __init__(self, folder: Path, name: str, written: set[Path]) -> None:
+        self._folder, self._name, self._written = folder, name, written
 
     def _file(self, own: Segment) -> Path:
         return self._folder / f"{self._name}-{own.start}-{own.stop}"
@@ -69,8 +57,8 @@ class _Log:
 class StateLog(_Log):
     """The states of one recurrent layer after the tokens so far, and at the last chunk boundary."""
 
-    def __init__(self, folder: Path, layer: int, shapes: Sequence[StateShape]) -> None:
-        super().__init__(folder, f"state-{layer:03d}")
+    def __init__(self, folder: Path, layer: int, shapes: Sequence[StateShape], written: set[Path]) -> None:
+        super().__init__(folder, f"state-{layer:03d}", written)
         self.segment: Segment | None = None
         self.at_seam: Segment | None = None
         self._shapes = tuple(shapes)
@@ -81,21 +69,23 @@ class StateLog(_Log):
         """Tokens that the states are after."""
         return self.segment.stop if self.segment else 0
 
-    def live(self) -> list[Segment]:
-        return [own for own in (self.segment, self.at_seam) if own]
+    def files(self) -> list[Path]:
+        """The files that are needed still."""
+        return [self._file(own) for own in (self.segment, self.at_seam) if own]
 
     def restore(self, segment: Segment | None, at_seam: Segment | None) -> bool:
         """Continue after `segment`, if the files are what the checksums say."""
         self.segment, self.at_seam = segment, at_seam
-        return all(self._holds(own, sum(self._sizes)) for own in self.live())
+        return all(self._holds(own, sum(self._sizes)) for own in (segment, at_seam) if own)
 
-    def put(self, stop: int, states: Sequence[Array]) -> None:
-        """The states after the first `stop` tokens, in the order and of the shapes of the layer."""
-        for given, wanted in zip(states, self._shapes, strict=True):
-            assert (given.shape, given.dtype) == (wanted.shape, numpy_dtype(wanted.dtype)), (
-                f"{self._name}: {given.shape} {given.dtype} for its {wanted.name}"
+    def put(self, stop: int, states: Sequence[Array]) -> Segment:
+        """Write the states after the first `stop` tokens, in the order and of the shapes of the layer."""
+        for state, expected in zip(states, self._shapes, strict=True):
+            assert (state.shape, state.dtype) == (expected.shape, numpy_dtype(expected.dtype)), (
+                f"{self._name}: {state.shape} {state.dtype} for its {expected.name}"
             )
         self.segment = self._write(0, stop, b"".join(map(as_bytes, states)))
+        return self.segment
 
     def states(self, at_seam: bool = False) -> tuple[Array, ...] | None:
         """The states, as copies; None before the first token, or before the last chunk boundary."""
@@ -115,8 +105,8 @@ class StateLog(_Log):
 class WindowLog(_Log):
     """The newest KV of one local layer: a file an append, needed until the window has moved past it."""
 
-    def __init__(self, folder: Path, layer: int, manifest: Manifest) -> None:
-        super().__init__(folder, f"{layer:03d}")
+    def __init__(self, folder: Path, layer: int, manifest: Manifest, written: set[Path]) -> None:
+        super().__init__(folder, f"{layer:03d}", written)
         self.segments: list[Segment] = []
         self._shape, self._dtype = manifest.shape.layers[layer], manifest.numpy_dtype
         self._window = manifest.kept_window(self._shape)
@@ -127,8 +117,9 @@ class WindowLog(_Log):
         """Tokens appended so far."""
         return self.segments[-1].stop if self.segments else 0
 
-    def live(self) -> list[Segment]:
-        return self.segments
+    def files(self) -> list[Path]:
+        """The files that are needed still."""
+        return [self._file(own) for own in self.segments]
 
     def restore(self, segments: list[Segment]) -> bool:
         """Continue after `segments`, if they follow each other and their files are what the checksums say."""

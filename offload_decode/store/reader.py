@@ -34,7 +34,6 @@ def names_of(data: bytes) -> list[str]:
     return names
 
 
-_KV, _STATES = ("keys", "values"), ("conv", "recurrent")
 _KINDS = {
     "key_norms": "key norms",
     "page_min": "page bounds",
@@ -44,6 +43,8 @@ _KINDS = {
     "offsets": "documents",
     "names": "documents",
     "query_positions": "queries",
+    "conv": "states",
+    "recurrent": "states",
 }
 
 
@@ -176,7 +177,7 @@ class KVStore:
         cost: dict[str, int] = {}
         for spec in self.specs.values():
             name = spec.name.rpartition("/")[2].removesuffix(SEAM)
-            kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in _STATES else name)
+            kind = _KINDS.get(name.rstrip("0123456789"), name)
             cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * spec.file_count
         small = [name for name in self._sums if name.endswith("zarr.json")] + [files.SUMS, files.SEAL]
         cost["metadata and checksums"] = sum(os.path.getsize(self.path / name) for name in small)
@@ -193,16 +194,16 @@ class KVStore:
     ) -> None:
         """StoreMismatch where what is given of a model differs from the model that made the store."""
         ours = self.manifest
-        for what, mine, given in (
+        for difference, stored, current in (
             ("another configuration", ours.model_config_hash, config_hash),
             (f"another dtype, {dtype}", ours.dtype, dtype),
             ("other weights", ours.weights_hash, weights_hash),
             ("another tokenizer", ours.tokenizer_hash, tokenizer_hash),
             ("another shape", ours.shape, shape),
         ):
-            if given is None or given == mine:
+            if current is None or current == stored:
                 continue
-            if isinstance(given, str) and fingerprint_version(given) != fingerprint_version(str(mine)):
+            if isinstance(current, str) and fingerprint_version(current) != fingerprint_version(str(stored)):
                 raise StoreMismatch(
                     f"{self.path} was made by another release ({ours.software}), which knows models by other "
                     "fingerprints, so it cannot be told whether this model made it: prefill again, or use "
@@ -210,7 +211,7 @@ class KVStore:
                 )
             raise StoreMismatch(
                 f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model has "
-                f"{what}: open the store with the model that made it, or prefill again."
+                f"{difference}: open the store with the model that made it, or prefill again."
             )
 
     def verify(self, progress: files.Report | None = None) -> None:
@@ -233,8 +234,11 @@ class KVStore:
 
     def _window(self, layer: int, rows: slice) -> tuple[Array, Array]:
         heads = range(self.manifest.shape.layers[layer].kv_heads)
-        keys, values = ([self._rows(layer, f"window_{kind}", head)[rows] for head in heads] for kind in _KV)
-        return np.stack(keys), np.stack(values)
+        keys, values = (
+            np.stack([self._rows(layer, kind, head)[rows] for head in heads])
+            for kind in ("window_keys", "window_values")
+        )
+        return keys, values
 
     def _states(self, layer: int, suffix: str) -> tuple[Array, ...]:
         return tuple(

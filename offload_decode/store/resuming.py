@@ -34,22 +34,28 @@ def prepare(
     offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
     names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
     samples = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)
-    given = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
-    given["query_positions"] = samples[0]
+    arrays = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
+    arrays["query_positions"] = samples[0]
     if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
-        _create(partial, manifest, given, growth)
-    _refuse_other_job(partial, manifest, given, growth)
+        _create(partial, manifest, arrays, samples, growth)
+    _refuse_other_job(partial, manifest, arrays, growth)
     return samples
 
 
-def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None) -> None:
+def _create(
+    partial: Path,
+    manifest: Manifest,
+    arrays: Mapping[str, Array],
+    samples: tuple[Array, Array],
+    growth: Growth | None,
+) -> None:
     root = partial / STORE
     (partial / PROGRESS).unlink(missing_ok=True)  # of a store that was published and removed
     for folder in (root, partial / WINDOWS):
         files.remove(folder)
         folder.mkdir()
     earlier = growth.earlier.specs if growth else None
-    sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
+    sizes = len(arrays["documents/offsets"]) - 1, len(arrays["documents/names"])
     specs = list(array_specs(manifest, *sizes, earlier))
     layout.create_group(root, manifest, specs)
     committed = Committed(
@@ -60,14 +66,14 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     )
     if growth:
         try:
-            committed = growth.seed(partial, manifest, specs, committed)
+            committed = growth.seed(partial, manifest, specs, samples, committed)
         except BaseException:
             shutil.rmtree(root)  # what was copied would only fill the disk
             raise
     for spec in specs:
         allocate(root, spec)
-        if spec.name in given:
-            write_array(root, spec, given[spec.name])
+        if spec.name in arrays:
+            write_array(root, spec, arrays[spec.name])
     for folder in (root, partial / WINDOWS):
         files.sync_tree(folder)
     committed.save(partial)
@@ -77,31 +83,29 @@ def staged_specs(partial: Path, manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays, whose files had their full size from the beginning: a larger one would be published so."""
     root = partial / STORE
     specs = layout.read_specs(root, manifest)
-    for name in layout.group_files(manifest):
+    for name in (*layout.group_files(manifest), *specs):
         try:
-            read_regular(root / name, LARGEST_MANIFEST)
+            if spec := specs.get(name):
+                check_sizes((str(root / file), spec.chunk_bytes) for file in spec.files())
+            else:
+                read_regular(root / name, LARGEST_MANIFEST)
         except (FileNotFoundError, StoreDamaged) as error:
-            raise staging.damaged(partial, name) from error
-    for name, spec in specs.items():
-        try:
-            check_sizes((str(root / file), spec.chunk_bytes) for file in spec.files())
-        except StoreDamaged as error:
             raise staging.damaged(partial, name) from error
     return specs
 
 
 def _refuse_other_job(
-    partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None
+    partial: Path, manifest: Manifest, arrays: Mapping[str, Array], growth: Growth | None
 ) -> None:
     """StoreMismatch where the staged store is not the one that was asked for."""
-    staged, asked = layout.read_header(partial / STORE), manifest.to_json()
+    staged, wanted = layout.read_header(partial / STORE), manifest.to_json()
     if staged is None:
         raise staging.damaged(partial, layout.ROOT)
-    asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
-    others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
+    wanted["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
+    others = sorted(name for name in {*staged, *wanted} if staged.get(name) != wanted.get(name))
     changed = [
         name
-        for name, array in given.items()
+        for name, array in arrays.items()
         if _staged_bytes(partial / STORE, name, array.nbytes) != as_bytes(array)
     ]
     if not others and "documents" in {name.partition("/")[0] for name in changed}:
@@ -129,7 +133,7 @@ def reopened_page(manifest: Manifest, keys: RowStream) -> Array | None:
     if not (rows := keys.rows % manifest.page_size) or keys.rows == manifest.n_tokens:
         return None
     start = keys.rows - rows
-    newest = np.stack([keys.view(head)[start : keys.rows] for head in range(manifest.shape.kv_heads)])
+    newest = np.stack([keys.view(head)[start:] for head in range(manifest.shape.kv_heads)])
     if manifest.encoding("keys"):
         newest = decode(newest)
     return fold_pages(None, start, newest, manifest.page_size, manifest.n_tokens)[2]

@@ -47,12 +47,12 @@ def locked(partial: Path) -> Iterator[None]:
             raise StoreForeign(
                 f"{partial} is not the staging folder of a store: move it away, or choose another path."
             )
-        held = open(partial / LOCK, "ab", opener=_plain_lock)  # noqa: SIM115
+        file = open(partial / LOCK, "ab", opener=_plain_lock)  # noqa: SIM115
     except FileNotFoundError as error:  # the process that held it has published the store just now
         raise _busy(partial) from error
-    with held:
-        gone = not lock(held.fileno()) or not (partial / LOCK).exists()
-        if gone or not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / LOCK)):
+    with file:
+        gone = not lock(file.fileno()) or not (partial / LOCK).exists()
+        if gone or not os.path.samestat(os.fstat(file.fileno()), os.stat(partial / LOCK)):
             raise _busy(partial)
         if fresh:  # without its lock the folder would be taken for another's
             files.sync_folders([partial])
@@ -141,13 +141,13 @@ def damaged(partial: Path, name: str) -> StoreDamaged:
 
 
 @contextmanager
-def surfaced(partial: Path, kept: str, command: str) -> Iterator[None]:
-    """Errors of the file system as StoreError: `partial` keeps what it says, and `command` goes on."""
+def surfaced(partial: Path, contents: str, command: str) -> Iterator[None]:
+    """Errors of the file system as StoreError: `partial` keeps these `contents`, and `command` goes on."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise StoreError(
-            f"{partial} cannot be written ({error.strerror}) and keeps {kept}: "
+            f"{partial} cannot be written ({error.strerror}) and keeps {contents}: "
             f"{'free some space' if full else 'mend this'} and run the same {command} again to go on."
         ) from error

@@ -21,23 +21,21 @@ from offload_decode.store.layout import ArraySpec, array_name
 
 
 class RowStream:
-    """The rows `[heads, rows, D]` of one array, appended in order; a CRC-32 a head runs over them."""
+    """The rows `[heads, rows, D]` of one array, appended in order; a CRC-32 a head runs over them. Files that
+    were written to are added to `written`.
+    """
 
-    def __init__(self, root: Path, spec: ArraySpec) -> None:
+    def __init__(self, root: Path, spec: ArraySpec, written: set[Path]) -> None:
         self.spec = spec
         self.rows = 0
         self.crcs = [0] * spec.shape[0]
-        self._root = root
+        self._root, self._written = root, written
         self._files = [[root / name for name in spec.head_files(head)] for head in range(spec.shape[0])]
         self._views: dict[int, Array] = {}
-        self._written: set[Path] = set()
 
     def restore(self, rows: int, crcs: list[int]) -> bool:
         """Go on after the first `rows` rows, if they are what the checksums say."""
-        if rows:
-            heads = (head_view(self._root, self.spec, head) for head in range(self.spec.shape[0]))
-            self.crcs = [zlib.crc32(as_bytes(head[:rows])) for head in heads]
-        self.rows = rows
+        self.rows, self.crcs = rows, row_crcs(self._root, self.spec, rows)
         return self.crcs == crcs and rows <= self.spec.shape[1]
 
     def write(self, block: Array) -> None:
@@ -61,18 +59,13 @@ class RowStream:
         self.rows += block.shape[1]
         self.crcs = [zlib.crc32(as_bytes(rows), crc) for rows, crc in zip(block, self.crcs, strict=True)]
 
-    def take_written(self) -> set[Path]:
-        """The files that were written to since this was last asked."""
-        written, self._written = self._written, set()
-        return written
-
     def view(self, head: int) -> Array:
-        """All rows `[rows, D]`, or encoded `[rows]`, of one head, zero-copy: zeros until they are written."""
+        """The rows so far `[rows, D]`, or encoded `[rows]`, of one head: a read-only, zero-copy view."""
         if head in self._views:
             check_sizes((file, self.spec.chunk_bytes) for file in self._files[head])
         else:
             self._views[head] = head_view(self._root, self.spec, head)
-        return self._views[head]
+        return self._views[head][: self.rows]
 
 
 KINDS = ("keys", "values", "key_norms", "page_min", "page_max", "queries")
@@ -115,6 +108,14 @@ def head_view(root: Path, spec: ArraySpec, head: int) -> Array:
     return encodings.as_records(rows, spec.dtype) if spec.dtype in encodings.LARGEST_CODE else rows
 
 
+def row_crcs(root: Path, spec: ArraySpec, rows: int) -> list[int]:
+    """CRC-32 of the first `rows` rows of every head."""
+    if not rows:
+        return [0] * spec.shape[0]
+    heads = (head_view(root, spec, head) for head in range(spec.shape[0]))
+    return [zlib.crc32(as_bytes(head[:rows])) for head in heads]
+
+
 def list_view(root: Path, spec: ArraySpec) -> Array:
     """An array of rank 1, mapped from its one chunk file; read-only and zero-copy."""
     return map_files([root / name for name in spec.files()], spec.chunk_bytes).view(spec.numpy_dtype)
@@ -128,11 +129,16 @@ def as_bytes(array: Array) -> memoryview:
 def _write_at(file: Path, offset: int, data: memoryview) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        while data:
-            written = os.pwrite(descriptor, data, offset)
-            data, offset = data[written:], offset + written
+        write_all(descriptor, offset, data)
     finally:
         os.close(descriptor)
+
+
+def write_all(descriptor: int, offset: int, data: memoryview) -> None:
+    """Write the data, of which the system may take less at once."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
 
 
 class EncodingLoss(NamedTuple):

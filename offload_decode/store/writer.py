@@ -115,14 +115,15 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         self._root, folder = partial / STORE, partial / WINDOWS
         self._samples, self._latent = samples, manifest.shape.latent
         self._next_states: dict[int, Sequence[Array]] = {}
+        self._written = written = set[Path]()  # since the last commit
         done, shape = Committed.load(partial), manifest.shape
         self.done = done.tokens
         self._specs = staged_specs(partial, manifest)
         self._streams = {
-            name: RowStream(self._root, spec) for name, spec in self._specs.items() if kind_of(spec)
+            name: RowStream(self._root, spec, written) for name, spec in self._specs.items() if kind_of(spec)
         }
-        self._windows = {n: WindowLog(folder, n, manifest) for n in shape.local_layers}
-        self._states = {n: StateLog(folder, n, shape.layers[n].states) for n in shape.state_layers}
+        self._windows = {n: WindowLog(folder, n, manifest, written) for n in shape.local_layers}
+        self._states = {n: StateLog(folder, n, shape.layers[n].states, written) for n in shape.state_layers}
         for name, rows in self._rows(done.tokens).items():
             if not self._streams[name].restore(rows, done.crcs.get(name, [])):
                 raise staging.damaged(partial, name)
@@ -130,8 +131,8 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
             if not window.restore(done.segments.get(str(layer), [])) or window.rows != done.tokens:
                 raise staging.damaged(partial, f"The window of layer {layer}")
         for layer, log in self._states.items():
-            kept = done.states.get(str(layer)), done.seam_states.get(str(layer))
-            if not log.restore(*kept) or log.rows != done.tokens:
+            segments = done.states.get(str(layer)), done.seam_states.get(str(layer))
+            if not log.restore(*segments) or log.rows != done.tokens:
                 raise staging.damaged(partial, f"The state of layer {layer}")
         try:
             self._encoder = Encoder(manifest, done.errors, done.seam_errors)
@@ -192,26 +193,22 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
             if layer in self._windows:
                 self._windows[layer].append(keys, values)
                 return
-            given = (("keys", keys),) if self._latent else (("keys", keys), ("values", values))
-            kept = {kind: self._encoder.block(layer, kind, rows) for kind, rows in given}
-            stored = kept["keys"][1]
+            rows = {"keys": keys} if self._latent else {"keys": keys, "values": values}
+            encoded = {kind: self._encoder.block(layer, kind, block) for kind, block in rows.items()}
+            stored = encoded["keys"][1]
             start = self._stream(layer, "keys").rows
             lower, upper, open_page = fold_pages(
                 self._open_pages[layer], start, stored, self.manifest.page_size, self.manifest.n_tokens
             )
             lower, upper = rounded_outward(lower, upper, self.manifest.numpy_dtype)
-            blocks = {
-                **{kind: written for kind, (written, _) in kept.items()},
-                "key_norms": row_norms(stored),
-                "page_min": lower,
-                "page_max": upper,
-            }
+            blocks = {kind: block for kind, (block, _) in encoded.items()}
+            blocks |= {"key_norms": row_norms(stored), "page_min": lower, "page_max": upper}
             for name, block in blocks.items():
                 self._stream(layer, name).write(block)
         for name, block in blocks.items():
             self._stream(layer, name).advance(block)
-        for kind, rows in given:
-            self._encoder.count(layer, kind, rows, kept[kind][1])
+        for kind, block in rows.items():
+            self._encoder.count(layer, kind, block, encoded[kind][1])
         self._open_pages[layer] = open_page
 
     def put_queries(self, layer: int, slots: slice, queries: Array) -> None:
@@ -226,18 +223,15 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
 
     def keys(self, layer: int, kv_head: int) -> Array:
         """Keys of a full-attention layer so far, as `KVStore.keys`: a read-only view."""
-        stream = self._stream(layer, "keys")
-        return stream.view(kv_head)[: stream.rows]
+        return self._stream(layer, "keys").view(kv_head)
 
     def values(self, layer: int, kv_head: int) -> Array:
         """Values of a full-attention layer so far, as `KVStore.values`: a read-only view."""
-        stream = self._stream(layer, "keys" if self._latent else "values")
-        return stream.view(kv_head)[: stream.rows]
+        return self._stream(layer, "keys" if self._latent else "values").view(kv_head)
 
     def key_norms(self, layer: int, kv_head: int) -> Array:
         """Length of each key appended so far, float32 `[tokens]`: a read-only view."""
-        stream = self._stream(layer, "key_norms")
-        return stream.view(kv_head)[: stream.rows, 0]
+        return self._stream(layer, "key_norms").view(kv_head)[:, 0]
 
     def window(self, layer: int) -> tuple[Array, Array]:
         """Keys and values `[Hkv, w, …]` of the last tokens that a local layer can still see, as copies."""
@@ -271,9 +265,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 if self.manifest.keeps_seam:
                     for state in self._states.values():
                         state.at_seam = state.segment
-            logs: list[WindowLog | StateLog] = [*self._windows.values(), *self._states.values()]
-            written = [each.take_written() for each in (*self._streams.values(), *logs)]
-            files.sync_files(set[Path]().union(*written))
+            files.sync_files(self._written)
             files.sync_folders([self._partial / WINDOWS])
             Committed(
                 tokens=tokens,
@@ -284,10 +276,12 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 errors=self._encoder.errors,
                 seam_errors=self._encoder.at_seam,
             ).save(self._partial)
+            self._written.clear()
             self.done = tokens
-            kept = {file for each in logs for file in each.files()}
+            logs: tuple[WindowLog | StateLog, ...] = (*self._windows.values(), *self._states.values())
+            current = {file for log in logs for file in log.files()}
             for file in (self._partial / WINDOWS).iterdir():  # of earlier commits, or one that was not made
-                if file not in kept:
+                if file not in current:
                     files.remove(file)
 
     def publish(self, progress: Report | None = None) -> None:

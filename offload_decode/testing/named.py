@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from offload_decode import testing
-from offload_decode.testing.plugin import SUITES, asked
+from offload_decode.testing.plugin import SUITES, requested
 
-for _what, _name in asked:
-    _suite, _attribute, _ = SUITES[_what]
-    _title = f"Test_{_what}_{_name}"
+for _kind, _name in requested:
+    _suite, _attribute, _ = SUITES[_kind]
+    _title = f"Test_{_kind}_{_name}"
     globals()[_title] = type(_title, (getattr(testing, _suite),), {_attribute: _name})

@@ -17,32 +17,32 @@ SUITES = {
 }
 """What may be asked for: its suite, the attribute that says what the suite is of, and who knows the names."""
 
-asked: list[tuple[str, str]] = []
+requested: list[tuple[str, str]] = []
 """What was asked for: of SUITES, and by which name."""
 
-pytest.register_assert_rewrite(*(f"offload_decode.testing.{what}_contract" for what in SUITES))
+pytest.register_assert_rewrite(*(f"offload_decode.testing.{kind}_contract" for kind in SUITES))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """One option a suite."""
     group = parser.getgroup("offload-decode", "offload-decode: the contracts of extensions")
-    for what in SUITES:
-        told = f"run the suite of the {what} that is installed under this name, and no other tests"
-        group.addoption(f"--offload-decode-{what}", action="append", default=[], metavar="NAME", help=told)
+    for kind in SUITES:
+        text = f"run the suite of the {kind} that is installed under this name, and no other tests"
+        group.addoption(f"--offload-decode-{kind}", action="append", default=[], metavar="NAME", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect the file of the suites that are asked for, in place of what would be collected."""
-    asked[:] = [(what, name) for what in SUITES for name in config.getoption(f"--offload-decode-{what}")]
-    if not asked:
+    requested[:] = [(kind, name) for kind in SUITES for name in config.getoption(f"--offload-decode-{kind}")]
+    if not requested:
         return
     from importlib import import_module
 
     from offload_decode.common.errors import OffloadDecodeError
 
-    for what, name in asked:
+    for kind, name in requested:
         try:
-            import_module(SUITES[what][2]).get(name)
+            import_module(SUITES[kind][2]).get(name)
         except OffloadDecodeError as error:
             raise pytest.UsageError(str(error)) from None
     config.args[:] = [str(Path(__file__).with_name("named.py"))]

@@ -25,13 +25,13 @@ from offload_decode.types import PageSelection, Selection, StepStats
 LAYER = 1
 
 
-def selected_ids(held: Budgeted, queries: Queries) -> Tensor | None:
+def selected_ids(budgeted: Budgeted, queries: Queries) -> Tensor | None:
     """Token ids `[Hkv, R, k]` of a selection of tokens or of pages; None for everything."""
-    selection = held.select(LAYER, queries)
+    selection = budgeted.select(LAYER, queries)
     if isinstance(selection, Selection):
         assert selection.ids is None or selection.ids.shape[:2] == queries.rows.shape[:2]
         return selection.ids
-    ids = page_tokens(selection.pages, selection.page_size, held.selector.host.length, selection.limit)
+    ids = page_tokens(selection.pages, selection.page_size, budgeted.selector.host.length, selection.limit)
     if not selection.shared:
         return ids
     shared = ids.reshape(len(ids), queries.batch, 1, queries.tokens, -1)
@@ -77,23 +77,23 @@ class SelectorContract:
     def test_it_says_what_it_is(self) -> None:
         kind = get(self.name)
         assert kind.name == self.name
-        for said in ("paper", "reads", "holds"):
-            assert str(getattr(kind, said)).strip(), said
+        for attribute in ("paper", "reads", "holds"):
+            assert str(getattr(kind, attribute)).strip(), attribute
         assert (kind.__doc__ or "").strip(), "its docstring is what `offload-decode selectors` shows"
         assert dataclasses.fields(kind.options_type)
         kind.options_type()  # every option has a default
 
     @pytest.mark.parametrize("budget", ["0", "1", "7", "16", "100%", "5000"])
     def test_ids_are_valid_unique_and_within_the_budget(self, store: Store, budget: str) -> None:
-        held = self.make(store, budget=budget)
-        ids = selected_ids(held, self.queries(store))
-        budgeted = held.selector.budgets[LAYER]
-        if ids is None or budgeted is None:
+        budgeted = self.make(store, budget=budget)
+        ids = selected_ids(budgeted, self.queries(store))
+        limits = budgeted.selector.budgets[LAYER]
+        if ids is None or limits is None:
             return
         assert ids.dtype == torch.int64
         for row in ids.flatten(0, 1).tolist():
             real = [token for token in row if token != -1]
-            assert len(set(real)) == len(real) <= budgeted.largest
+            assert len(set(real)) == len(real) <= limits.largest
             assert all(0 <= token < store.manifest.n_tokens for token in real)
 
     def test_scores_are_the_inner_products(self, store: Store) -> None:
@@ -110,8 +110,8 @@ class SelectorContract:
     @pytest.mark.parametrize("budget", ["100%", "100000"])
     def test_a_budget_of_everything_is_dense_attention(self, store: Store, budget: str) -> None:
         queries, heads = self.queries(store), range(store.manifest.shape.kv_heads)
-        held = self.make(store, budget=budget)
-        state = held.selector.host.attend(LAYER, queries, held.select(LAYER, queries), StepStats())
+        budgeted = self.make(store, budget=budget)
+        state = budgeted.selector.host.attend(LAYER, queries, budgeted.select(LAYER, queries), StepStats())
         keys, values = (
             torch.stack([floats(read(LAYER, head)) for head in heads])[None]
             for read in (store.keys, store.values)
@@ -121,8 +121,8 @@ class SelectorContract:
         torch.testing.assert_close(state.lse, dense.lse[0], atol=1e-5, rtol=0)
 
     def test_a_dense_layer_selects_everything(self, store: Store) -> None:
-        held = self.make(store, budget="1", dense_layers="1")
-        assert selected_ids(held, self.queries(store)) is None
+        budgeted = self.make(store, budget="1", dense_layers="1")
+        assert selected_ids(budgeted, self.queries(store)) is None
 
     def test_every_head_keeps_to_a_budget_of_its_own(self, store: Store) -> None:
         heads = store.manifest.shape.kv_heads
@@ -141,45 +141,45 @@ class SelectorContract:
         if shape.kv_heads == 1 or n == 1 or get(self.name).remembers:
             pytest.skip("needs heads that differ")
         budget = "/".join(["1"] * (shape.kv_heads - 1) + ["100%"])
-        held, queries = self.make(store, budget=budget), self.queries(store)
-        selection = held.select(LAYER, queries)
-        state = held.selector.host.attend(LAYER, queries, selection, StepStats())
+        budgeted, queries = self.make(store, budget=budget), self.queries(store)
+        selection = budgeted.select(LAYER, queries)
+        state = budgeted.selector.host.attend(LAYER, queries, selection, StepStats())
         keys, values = (
             floats(read(LAYER, shape.kv_heads - 1))[None, None] for read in (store.keys, store.values)
         )
         dense = attend(queries.rows[None, -1:], keys, values, 0.3)
         torch.testing.assert_close(state.out[-1], dense.out[0, 0], atol=1e-5, rtol=0)
-        if (ids := selected_ids(held, queries)) is not None:
+        if (ids := selected_ids(budgeted, queries)) is not None:
             assert ((ids[:-1] >= 0).sum(-1) == 1).all()
 
     def test_the_same_question_is_given_the_same_tokens(self, store: Store) -> None:
         queries = self.queries(store)
-        held, other = self.make(store, budget="7"), self.make(store, budget="7")
-        first = selected_ids(held, queries)
+        budgeted, other = self.make(store, budget="7"), self.make(store, budget="7")
+        first = selected_ids(budgeted, queries)
         assert_same(selected_ids(other, queries), first)
-        held.selector.reset()
-        assert_same(selected_ids(held, queries), first)
+        budgeted.selector.reset()
+        assert_same(selected_ids(budgeted, queries), first)
 
     def test_a_fork_goes_on_from_here_and_goes_its_own_way(self, store: Store) -> None:
         first, then, other = (self.queries(store, seed) for seed in (6, 7, 8))
-        held, alone = self.make(store, budget="7"), self.make(store, budget="7")
-        selected_ids(held, first)
+        budgeted, alone = self.make(store, budget="7"), self.make(store, budget="7")
+        selected_ids(budgeted, first)
         selected_ids(alone, first)
-        forked, stray = held.fork(), held.fork()
+        forked, stray = budgeted.fork(), budgeted.fork()
         selected_ids(stray, other)
         stray.selector.reset()
         expected = selected_ids(alone, then)
         assert_same(selected_ids(forked, then), expected)
-        assert_same(selected_ids(held, then), expected)
+        assert_same(selected_ids(budgeted, then), expected)
 
     def test_a_row_that_chooses_by_itself_chooses_the_same_alone(self, store: Store) -> None:
-        held, queries = self.make(store, budget="7"), self.queries(store)
-        if not held.selector.per_row or held.selector.one_question:
+        budgeted, queries = self.make(store, budget="7"), self.queries(store)
+        if not budgeted.selector.per_row or budgeted.selector.one_question:
             pytest.skip("its rows choose together")
-        together = selected_ids(held, queries)
+        together = selected_ids(budgeted, queries)
         for token in range(queries.tokens):
             rows = queries.by_token()[:, 0, :, token].contiguous()
-            alone = selected_ids(held, Queries(rows, queries.scaling, group=queries.group, tokens=1))
+            alone = selected_ids(budgeted, Queries(rows, queries.scaling, group=queries.group, tokens=1))
             if together is None or alone is None:
                 assert together is alone is None
                 return

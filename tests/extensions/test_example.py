@@ -45,12 +45,16 @@ def test_the_plugin_is_opt_in_and_imports_nothing_but_pytest() -> None:
     assert ran.stdout.split() == ["offload_decode", "offload_decode.testing", PLUGIN]
 
 
+def python(folder: Path, path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run of Python in that folder, with that path."""
+    command, env = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
 def by_an_author(folder: Path, path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A run of pytest by an author, in an empty folder."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, *arguments]
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return python(folder, path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, *arguments)
 
 
 def test_the_plugin_collects_the_suites_that_are_asked_for_and_nothing_else(
@@ -68,7 +72,7 @@ def test_the_plugin_collects_the_suites_that_are_asked_for_and_nothing_else(
     assert config.args == ["here"], "whoever asks for nothing is given nothing"
     install_example(tmp_path, monkeypatch)
     given |= {"--offload-decode-selector": ["longest-keys", "topk"], "--offload-decode-method": ["evenly"]}
-    monkeypatch.setattr(plugin, "asked", [])
+    monkeypatch.setattr(plugin, "requested", [])
     plugin.pytest_configure(config)
     (file,) = config.args
     collected = [own for own in runpy.run_path(file).values() if inspect.isclass(own)]
@@ -110,17 +114,13 @@ def test_it_is_installed_by_pip_passes_its_tests_and_is_used(tmp_path: Path) -> 
     path = os.pathsep.join([str(site), str(ROOT)])
     ran = by_an_author(tmp_path / "empty", path, str(source / "tests"))
     assert ran.returncode == 0, ran.stdout
-    asked = [f"--offload-decode-{what}" for what in ("selector", "index", "method")]
-    names = ("longest-keys", "sorted-keys", "evenly")
-    named = by_an_author(
-        tmp_path / "empty", path, *(word for pair in zip(asked, names, strict=True) for word in pair)
-    )
-    assert named.returncode == 0, named.stdout
+    names = {"selector": "longest-keys", "index": "sorted-keys", "method": "evenly"}
+    suites = [f"--offload-decode-{kind}={name}" for kind, name in names.items()]
+    ran = by_an_author(tmp_path / "empty", path, *suites)
+    assert ran.returncode == 0, ran.stdout
 
     def run(*arguments: str) -> str:
-        command = [sys.executable, "-c", "from offload_decode.cli.main import main; main()", *arguments]
-        env = {**os.environ, "PYTHONPATH": path}
-        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        ran = python(tmp_path, path, "-c", "from offload_decode.cli.main import main; main()", *arguments)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 

@@ -16,21 +16,8 @@ from tests.families.common import (
     usual,
 )
 
-PLAIN_NAMES = [
-    *(
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma",
-        "phi3",
-        "olmo2",
-        "ernie4_5",
-        "hunyuan_v1_dense",
-        "arcee",
-        "nemotron",
-    ),
-    *("iquestcoder", "jais2", "diffllama", "exaone"),
-]
+PLAIN_NAMES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "ernie4_5", "hunyuan_v1_dense", "arcee"]
+PLAIN_NAMES += ["nemotron", "iquestcoder", "jais2", "diffllama", "exaone"]
 GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
 SHARED_KEYS = {
     "num_hidden_layers": 5,
@@ -44,7 +31,10 @@ FAMILIES: dict[str, Family] = {
     "mistral": usual("mistral", HEADS, sliding_window=None),
     "mistral-sliding": usual("mistral", HEADS, sliding_window=7),
     "smollm3": usual("smollm3", HEADS, no_rope_layers=[1, 0, 1]),
-    "gemma2": usual("gemma2", HEADS, ALTERNATING, query_pre_attn_scalar=10, attn_logit_softcapping=3.0),
+    **{
+        name: usual(name, HEADS, ALTERNATING, query_pre_attn_scalar=10, attn_logit_softcapping=3.0)
+        for name in ("gemma2", "vaultgemma")
+    },
     "gemma3": usual("gemma3_text", HEADS, ALTERNATING, query_pre_attn_scalar=10),
     "gemma3-wrapper": usual(
         "gemma3_text",
@@ -96,10 +86,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "exaone4": usual("exaone4", ALTERNATING),
     "seed_oss": usual("seed_oss", HEADS, attention_bias=True),
-    "apertus": usual(
-        "apertus",
-        rope("llama3", 16, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
-    ),
+    "apertus": usual("apertus", rope("llama3", 16, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
     "starcoder2": usual("starcoder2", sliding_window=7),
     "stablelm": usual("stablelm", qk_layernorm=True, use_qkv_bias=True, use_parallel_residual=True),
     "helium": usual("helium", head_dim=8),
@@ -109,9 +96,6 @@ FAMILIES: dict[str, Family] = {
     "cwm": usual("cwm", HEADS, ALTERNATING),
     "hyperclovax": usual("hyperclovax", HEADS, attention_multiplier=0.2, use_post_norm=True),
     "doge": usual("doge"),
-    "vaultgemma": usual(
-        "vaultgemma", HEADS, ALTERNATING, query_pre_attn_scalar=10, attn_logit_softcapping=3.0
-    ),
     **{name: usual(name, without=("num_key_value_heads",)) for name in ("persimmon", "gpt_neox")},
     "gpt_neox_japanese": usual(
         "gpt_neox_japanese",

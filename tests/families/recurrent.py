@@ -115,14 +115,8 @@ FAMILIES: dict[str, Family] = {
     "zaya": usual(
         "zaya", HEADS, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=24, router_hidden_size=16
     ),
-    "inkling": usual(
-        "inkling_text",
-        INKLING | SPARSE | {"n_shared_experts": 1, "logits_mup_width_multiplier": 1.0},
-    ),
-    "inkling2": usual(
-        "inkling2_text",
-        INKLING | {"unpadded_vocab_size": 131, "log_scaling_n_floor": 16},
-    ),
+    "inkling": usual("inkling_text", INKLING | SPARSE, n_shared_experts=1, logits_mup_width_multiplier=1.0),
+    "inkling2": usual("inkling2_text", INKLING, unpadded_vocab_size=131, log_scaling_n_floor=16),
     "lara_mini": usual(
         "lara_mini",
         HEADS | {**DELTA, "num_hidden_layers": 4, "layer_types": [LINEAR, SLIDING, LINEAR, FULL]} | ROUTED,

@@ -21,7 +21,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import limit_memory, own_memory
-from tests.fuzz.edits import Case, Target
+from tests.fuzz.edits import Edit, Files
 
 SECONDS, WAITING = 5, 60
 """Of the processor's time that a case may take, and of all time: the system ends the process after them."""
@@ -39,7 +39,7 @@ def main(name: str, cases: int, kept: Path, first: int = 0) -> None:
     with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         os.environ["TMPDIR"] = folder
         module, _, own = name.partition(".")
-        target: Target = import_module(f"tests.fuzz.{module}").TARGETS[own](Path(folder))
+        target: Files = import_module(f"tests.fuzz.{module}").TARGETS[own](Path(folder))
         target.attempt(())  # what is only compiled, imported and opened once is not counted
         target.restore(())
 
@@ -52,7 +52,7 @@ def main(name: str, cases: int, kept: Path, first: int = 0) -> None:
             print_blob=False,
         )
         @given(target.cases)
-        def each(case: Case) -> None:
+        def each(case: list[Edit]) -> None:
             (kept / "last").write_text(repr(case), encoding="utf-8", errors="backslashreplace")
             limit_memory(own_memory() + MEMORY)  # of this case: a library may keep what earlier ones took
             _limit(SECONDS, WAITING)

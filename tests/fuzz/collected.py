@@ -16,7 +16,7 @@ from offload_decode.collections.collection import HEADER, Changing, Collection, 
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal
 from offload_decode.collections.words import WORDS, Words, ranked, verify
 from offload_decode.common.files import remove
-from tests.fuzz.edits import KINDS, Edit, Files, apply, put_back
+from tests.fuzz.edits import KINDS, Edit, Files, apply, join, put_back
 
 MADE = Header("demo", "0" * 64, "1" * 64, "2" * 64, "float32", "full", {"method": "dense", "chunk": 64})
 TEXTS = ["Ada keeps the minutes of the society. ", "Who was it? Nobody says. ", "Où? À Paris, en 1843. "]
@@ -81,11 +81,10 @@ class Collected(Files):
                 entry = self._entry(number)
                 made.journal.put(entry)
                 words.put(entry.store, text * 50)
-        for number, line in enumerate((self.path / DOCUMENTS).read_bytes().splitlines()):
-            (self.path / f"{number}.json").write_bytes(line)
-        lines = [f"{number}.json" for number in range(len(TEXTS))]
-        super().__init__(self.path, [HEADER, WORDS, *lines], often=[WORDS])
-        self.lines = lines
+        self.lines = [self.path / f"{number}.json" for number in range(len(TEXTS))]
+        for file, line in zip(self.lines, (self.path / DOCUMENTS).read_bytes().splitlines(), strict=True):
+            file.write_bytes(line)
+        super().__init__(self.path, [HEADER, WORDS, *(file.name for file in self.lines)], often=[WORDS])
         written = st.builds(Edit, st.just(WORDS), st.just("sql"), st.tuples(st.sampled_from(SQL)))
         kinds = st.sampled_from([*KINDS, "junk", "own"])
         beside = st.builds(Edit, st.sampled_from(BESIDE), st.just("beside"), st.tuples(kinds))
@@ -107,19 +106,13 @@ class Collected(Files):
                 self._write(*edit.given)
             elif edit.action == "beside":
                 self._put_beside(self.path / edit.name, *edit.given)
-        documents = self.path / DOCUMENTS
-        odd = [self.path / e.name for e in case if e.name in self.lines and e.action in ("kind", "length")]
-        remove(documents)
-        if not odd:
-            documents.write_bytes(b"".join((self.path / name).read_bytes() + b"\n" for name in self.lines))
-        elif os.path.lexists(odd[0]):
-            odd[0].rename(documents)
+        join(self.path / DOCUMENTS, self.lines, case)
         self.use()
 
     def restore(self, case: Sequence[Edit]) -> None:
         for name in (*BESIDE, f"{HEADER}.tmp"):
             remove(self.path / name)
-        put_back(self.path, self.files, [Edit(name, "", ()) for name in self.files])
+        put_back(self.path, self.files, self.files)
 
     def must_refuse(self, case: Sequence[Edit]) -> bool:
         own = Edit(WORDS, "kind", ("sparse",))  # SQLite knows where its file ends

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import chdir
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
@@ -65,9 +67,9 @@ def apply(root: Path, made: Sequence[Edit]) -> None:
         _ACTIONS[action](root / name, *given)
 
 
-def put_back(root: Path, files: dict[str, bytes], made: Sequence[Edit]) -> None:
-    """Undo: these files, and no others, are as they were."""
-    for name in {edit.name for edit in made}:
+def put_back(root: Path, files: dict[str, bytes], names: Iterable[str]) -> None:
+    """Undo: the files of these names, and no others, are as they were."""
+    for name in {*names}:
         remove(root / name)
         (root / name).write_bytes(files[name])
 
@@ -184,13 +186,10 @@ def _twice(file: Path, place: int, to: Any) -> None:
 
 
 def _raw(file: Path, place: int, name: str) -> None:
-    text = RAW[name]
     document, path, holder = _at(file, place)
     if path:
         holder[path[-1]] = _MARK
-        _replace(file, json.dumps(document).replace(f'"{_MARK}"', text).encode())
-    else:
-        _replace(file, text.encode())
+    _replace(file, json.dumps(document if path else _MARK).replace(f'"{_MARK}"', RAW[name]).encode())
 
 
 def _set_word(file: Path, place: int, size: int, value: float) -> None:
@@ -225,6 +224,9 @@ def _set_kind(file: Path, kind: str) -> None:
         file.symlink_to(to)
     elif kind == "folder":
         file.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made, chdir(file.parent):  # the names of sockets are short
+            made.bind(file.name)
     elif kind == "sparse":
         file.write_bytes(data)
         os.truncate(file, 1 << 40)
@@ -239,24 +241,6 @@ _ACTIONS: dict[str, Any] = {"value": _value, "near": _near, "drop": _drop, "twic
 _ACTIONS |= {"word": _set_word, "length": _set_length, "kind": _set_kind}
 
 
-Case = Any
-
-
-class Target(Protocol):
-    """Made with an empty folder."""
-
-    cases: st.SearchStrategy[Case]
-
-    def attempt(self, case: Case) -> None:
-        """Make the changes and read all; `OffloadDecodeError` is a refusal, another error a bug."""
-
-    def restore(self, case: Case) -> None:
-        """Undo the changes."""
-
-    def must_refuse(self, case: Case) -> bool:
-        """Whether whoever answers has not looked."""
-
-
 class Files:
     """A target of files under `root`: those whose names `chosen` takes are edited."""
 
@@ -266,12 +250,14 @@ class Files:
         self.cases = edits(self.files, often)
 
     def attempt(self, case: Sequence[Edit]) -> None:
+        """Make the changes and read all; `OffloadDecodeError` is a refusal, another error a bug."""
         apply(self.root, case)
         self.fit(case)
         self.use()
 
     def restore(self, case: Sequence[Edit]) -> None:
-        put_back(self.root, self.files, case)
+        """Undo the changes."""
+        put_back(self.root, self.files, (edit.name for edit in case))
 
     def fit(self, case: Sequence[Edit]) -> None:
         """Make the checksums fit what was edited."""
@@ -280,5 +266,16 @@ class Files:
         """Everything that reads the files."""
 
     def must_refuse(self, case: Sequence[Edit]) -> bool:
-        """A file that is none is never read."""
+        """Whether whoever answers has not looked: a file that is none is never read."""
         return len(case) == 1 and case[0].action == "kind"
+
+
+def join(file: Path, lines: Sequence[Path], case: Sequence[Edit]) -> None:
+    """Write `file` anew of files that are its lines, or put there one that an edit made longer or no file."""
+    remove(file)
+    names = {edit.name for edit in case if edit.action in ("kind", "length")}
+    odd = [line for line in lines if line.name in names]
+    if not odd:
+        file.write_bytes(b"".join(line.read_bytes() + b"\n" for line in lines))
+    elif os.path.lexists(odd[0]):
+        odd[0].rename(file)

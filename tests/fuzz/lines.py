@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from offload_decode.cli import questions
 from offload_decode.cli.chat import FORMAT, VERSION, _read
 from offload_decode.common.files import remove
-from tests.fuzz.edits import Edit, Files, apply, put_back
+from tests.fuzz.edits import Edit, Files, apply, join, put_back
 
 SETTINGS = {"selector": "topk", "options": {}, "max_new_tokens": 5, "model": None, "weights": None}
 OTHERS = [{"question": "Où?", "id": "x"}, {"question": "When?"}]
@@ -36,17 +35,12 @@ class Lines(Files):
 
     def attempt(self, case: Sequence[Edit]) -> None:
         apply(self.root, case)
-        odd = [self.root / edit.name for edit in case if edit.action in ("kind", "length")]
-        if not odd:
-            parts = [(self.root / name).read_bytes() for name in self.files]
-            self.file.write_bytes(b"\n".join(parts) + b"\n")
-        elif os.path.lexists(odd[0]):
-            odd[0].rename(self.file)
+        join(self.file, [self.root / name for name in self.files], case)
         self.use()
 
     def restore(self, case: Sequence[Edit]) -> None:
         remove(self.file)
-        put_back(self.root, self.files, [Edit(name, "", ()) for name in self.files])
+        put_back(self.root, self.files, self.files)
 
     def must_refuse(self, case: Sequence[Edit]) -> bool:
         return False  # a user's own file may be a link

@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from offload_decode.common.errors import StoreError, StoreIncomplete
 from offload_decode.store import KVStore, files, verify_store
 from tests.fuzz.edits import Edit, Files, plain
-from tests.store.jobs import FULL, SLIDING, make_job
+from tests.store.jobs import FULL, SLIDING, make_job, read_all
 
 LISTS = (files.SUMS, files.SEAL)
 TOKENS = 300
@@ -59,20 +57,7 @@ class Store(Sealed):
     def use(self) -> None:
         with suppress(StoreError):  # which reads what opening refuses, too
             verify_store(self.path)
-        store = KVStore.open(self.path)
-        _ = store.documents, store.query_positions, store.query_heads, store.cost(), store.manifest.to_json()
-        shape = store.manifest.shape
-        for layer, own in enumerate(shape.layers):
-            if own.local:
-                store.window(layer), store.window_at_seam(layer)
-            store.states(layer)
-            if layer in shape.full_layers:
-                for head in range(own.kv_heads):
-                    rows = store.keys(layer, head), store.values(layer, head), store.queries(layer, head)
-                    for part in (*rows, store.key_norms(layer, head), *store.pages(layer, head)):
-                        np.array(part[-1:])
-                    store.digest(layer, head)
-            store.check_mapped(layer)
+        read_all(self.path)
 
 
 def is_list(name: str) -> bool:

@@ -56,7 +56,19 @@ class Disk:
             if before.get(place) != inode and applied[inode]:
                 kept[place] = inode
         plan: dict[str, bytes | None] = {}
-        self._plan(os.stat(self.root).st_ino, "", kept, files, plan, rng)
+
+        def place_all(folder: int, path: str) -> None:
+            for (parent, name), inode in sorted(kept.items()):
+                if parent != folder:
+                    continue
+                where = os.path.join(path, name)
+                if inode in self._folders:
+                    plan[where] = None
+                    place_all(inode, where)
+                else:
+                    plan[where] = self._torn(inode, files.get(inode), rng)
+
+        place_all(os.stat(self.root).st_ino, "")
         for descriptor in self._held.values():
             os.close(descriptor)
         shutil.rmtree(self.root)
@@ -98,25 +110,6 @@ class Disk:
                 else:
                     files[inode] = path.read_bytes()
         return files, names
-
-    def _plan(
-        self,
-        folder: int,
-        path: str,
-        kept: Names,
-        files: dict[int, bytes],
-        plan: dict[str, bytes | None],
-        rng: random.Random,
-    ) -> None:
-        for (parent, name), inode in sorted(kept.items()):
-            if parent != folder:
-                continue
-            where = os.path.join(path, name)
-            if inode in self._folders:
-                plan[where] = None
-                self._plan(inode, where, kept, files, plan, rng)
-            else:
-                plan[where] = self._torn(inode, files.get(inode), rng)
 
     def _torn(self, inode: int, now: bytes | None, rng: random.Random) -> bytes:
         """Of the pages that were not flushed any; of a file that never was perhaps not even its length."""

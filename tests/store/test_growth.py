@@ -1,23 +1,24 @@
-"""A store that begins as another: the bytes of one that was written at once, whatever its layers keep."""
+"""A store that begins as another has the bytes of one that was written at once; what layers keep."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from offload_decode.common.errors import StoreBusy, StoreDamaged, StoreError, StoreMismatch
+from offload_decode.common.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign, StoreMismatch
 from offload_decode.store import growth as sharing
 from offload_decode.store import layout
 from offload_decode.store import writer as exchange
-from offload_decode.store.format import token_hash
+from offload_decode.store.format import Manifest, token_hash
 from offload_decode.store.growth import Growth
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import PROGRESS, REPLACED, STORE, partial_path
+from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, partial_path
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document, LayerKind, LayerShape, ModelShape, StateShape
 from tests.store.jobs import Job, flipped, make_job, tree
@@ -38,73 +39,39 @@ HYBRID = ModelShape(
 
 
 class Corpus:
-    """Keys, values, queries and states that depend on the token alone, and stores of the first tokens."""
+    """A prefill, and stores of its first tokens, in chunks of CHUNK."""
 
     def __init__(self, shape: ModelShape = PLAIN, tokens: int = 3000, **fields: Any) -> None:
-        self.whole = make_job(tokens, shape=shape, **fields)
-        self.shape = shape
-        self.rows = {
-            layer: np.random.default_rng(layer)
-            .standard_normal((own.kv_heads, tokens, own.key_dim + own.value_dim))
-            .astype(self.whole.manifest.numpy_dtype)
-            for layer, own in enumerate(shape.layers)
-            if own.kind is not LayerKind.NONE
-        }
+        prefill = {"method": "dense", "chunk": CHUNK}
+        whole = make_job(tokens, shape=shape, **fields)
+        self.shape, self.states = shape, whole.states
+        self.whole = replace(whole, chunk=CHUNK, manifest=replace(whole.manifest, prefill=prefill))
 
     def job(self, tokens: int) -> Job:
         """The prefill of its first tokens: a document of 50 tokens each."""
-        own = self.whole.tokens[:tokens]
-        manifest = replace(
-            self.whole.manifest,
-            n_tokens=tokens,
-            token_hash=token_hash(own),
-            seam=tokens // CHUNK * CHUNK,
-            prefill={"method": "dense", "chunk": CHUNK},
-        )
-        ends = [*range(50, tokens, 50), tokens]
-        documents = [
-            Document(f"{n}.txt", max(0, end - 50) if end % 50 == 0 else end // 50 * 50, end)
-            for n, end in enumerate(ends)
-        ]
-        return replace(self.whole, manifest=manifest, tokens=own, documents=tuple(documents))
+        first = self.whole.tokens[:tokens]
+        seam = tokens // CHUNK * CHUNK
+        manifest = replace(self.whole.manifest, n_tokens=tokens, token_hash=token_hash(first), seam=seam)
+        ends = enumerate(pairwise([*range(0, tokens, 50), tokens]))
+        documents = tuple(Document(f"{n}.txt", start, end) for n, (start, end) in ends)
+        return replace(self.whole, manifest=manifest, tokens=first, documents=documents)
 
-    def open(self, path: Path, tokens: int, growth: Growth | None = None) -> KVStoreWriter:
-        job = self.job(tokens)
-        return KVStoreWriter.open(path, job.manifest, job.tokens, job.documents, growth)
+    def open(self, path: Path, tokens: int) -> KVStoreWriter:
+        return self.job(tokens).open(path)
+
+    def append(self, path: Path, tokens: int) -> KVStoreWriter:
+        """A writer of more tokens than the store there has."""
+        return self.job(tokens).open(path, growth_of(path))
 
     def feed(self, writer: KVStoreWriter, until: int | None = None) -> None:
-        total = writer.manifest.n_tokens if until is None else until
-        for start in range(writer.done, total, CHUNK):
-            stop = min(start + CHUNK, total)
-            for layer, own in enumerate(self.shape.layers):
-                if layer in self.rows:
-                    part = self.rows[layer][:, start:stop]
-                    keys = part[..., : own.key_dim]
-                    writer.append(layer, keys, keys if own.latent else part[..., own.key_dim :])
-                if own.states:
-                    writer.put_states(layer, self.states(layer, stop))
-                if own.kind is LayerKind.FULL:
-                    slots, positions, heads = writer.samples(start, stop)
-                    asked = (positions * 10 + heads)[None, :, None] + np.arange(own.key_dim) / 64
-                    asked = np.repeat(asked, own.kv_heads, axis=0) + np.arange(own.kv_heads)[:, None, None]
-                    writer.put_queries(layer, slots, asked.astype(writer.manifest.numpy_dtype))
-            writer.commit(stop)
-
-    def states(self, layer: int, tokens: int) -> list[Any]:
-        rng = np.random.default_rng(1000 * layer + tokens)
-        return [rng.standard_normal(own.shape).astype(own.dtype) for own in self.shape.layers[layer].states]
+        self.job(writer.manifest.n_tokens).feed(writer, until=until)
 
     def write(self, path: Path, tokens: int) -> KVStore:
-        with self.open(path, tokens) as writer:
-            self.feed(writer)
-            writer.publish()
-        return KVStore.open(path)
+        return KVStore.open(self.job(tokens).write(path))
 
     def grow(self, path: Path, tokens: int) -> Growth:
         growth = growth_of(path)
-        with self.open(path, tokens, growth) as writer:
-            self.feed(writer)
-            writer.publish()
+        self.job(tokens).write(path, growth=growth)
         return growth
 
     def check_whole(self, folder: Path, tokens: int) -> None:
@@ -114,6 +81,14 @@ class Corpus:
 
 def growth_of(path: Path) -> Growth:
     return Growth(KVStore.open(path), lambda stage, done, total: None)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    """One whose first 330 tokens are stored at `tmp_path / "s.kv"`."""
+    corpus = Corpus()
+    corpus.write(tmp_path / "s.kv", 330)
+    return corpus
 
 
 @pytest.fixture
@@ -212,28 +187,25 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clo
     np.testing.assert_array_equal(KVStore.open(tmp_path / "s.kv").keys(0, 1), whole.keys(0, 1))
 
 
-def test_the_earlier_store_answers_until_the_end(tmp_path: Path) -> None:
-    corpus = Corpus()
-    corpus.write(tmp_path / "s.kv", 330)
+def test_the_earlier_store_answers_until_the_end(corpus: Corpus, tmp_path: Path) -> None:
     before = tree(tmp_path / "s.kv")
-    with corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv")) as writer:
+    with corpus.append(tmp_path / "s.kv", 600) as writer:
         corpus.feed(writer, until=416)
         assert tree(tmp_path / "s.kv") == before
-    with corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv")) as writer:
+    with corpus.append(tmp_path / "s.kv", 600) as writer:
         assert writer.done == 416
         corpus.feed(writer)
         sealed = writer.seal()
         assert tree(tmp_path / "s.kv") == before
         assert KVStore.open(sealed).manifest.n_tokens == 600
         with pytest.raises(StoreBusy):
-            corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv"))
+            corpus.append(tmp_path / "s.kv", 600)
         writer.publish()
     corpus.check_whole(tmp_path, 600)
 
 
-def test_a_reader_of_the_earlier_store_is_told(tmp_path: Path) -> None:
-    corpus = Corpus()
-    earlier = corpus.write(tmp_path / "s.kv", 330)
+def test_a_reader_of_the_earlier_store_is_told(corpus: Corpus, tmp_path: Path) -> None:
+    earlier = KVStore.open(tmp_path / "s.kv")
     mapped = earlier.keys(0, 0)
     kept = mapped.copy()
     corpus.grow(tmp_path / "s.kv", 600)
@@ -243,31 +215,25 @@ def test_a_reader_of_the_earlier_store_is_told(tmp_path: Path) -> None:
             read()
     with pytest.raises(StoreMismatch, match="another store now"):
         earlier.check_mapped(0)
-    assert not Growth(KVStore.open(tmp_path / "s.kv"), lambda *_: None).begin(partial_path(tmp_path / "s.kv"))
+    growth_of(tmp_path / "s.kv").begin(partial_path(tmp_path / "s.kv"))
 
 
-def test_a_damaged_store_does_not_grow(tmp_path: Path) -> None:
-    corpus = Corpus()
-    corpus.write(tmp_path / "s.kv", 330)
+def test_a_damaged_store_does_not_grow(corpus: Corpus, tmp_path: Path) -> None:
     harm = flipped(tmp_path / "s.kv/layers/000/values/c.1.0.0", 8000)
     with harm, pytest.raises(StoreDamaged, match=r"values/c\.1\.0\.0 \(changed\)"):
-        corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv"))
+        corpus.append(tmp_path / "s.kv", 600)
 
 
-def test_another_corpus_is_refused_until_the_first_is_removed(tmp_path: Path) -> None:
-    corpus = Corpus()
-    corpus.write(tmp_path / "s.kv", 330)
-    with corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv")) as writer:
+def test_another_corpus_is_refused_until_the_first_is_removed(corpus: Corpus, tmp_path: Path) -> None:
+    with corpus.append(tmp_path / "s.kv", 600) as writer:
         corpus.feed(writer, until=416)
     with pytest.raises(StoreMismatch, match="or go on with the same corpus"):
-        corpus.open(tmp_path / "s.kv", 700, growth_of(tmp_path / "s.kv"))
+        corpus.append(tmp_path / "s.kv", 700)
 
 
-def test_what_a_kill_after_the_exchange_leaves(tmp_path: Path) -> None:
+def test_what_a_kill_after_the_exchange_leaves(corpus: Corpus, tmp_path: Path) -> None:
     """The staging folder holds the earlier store then, and its progress is no longer of anything."""
-    corpus = Corpus()
-    corpus.write(tmp_path / "s.kv", 330)
-    with corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv")) as writer:
+    with corpus.append(tmp_path / "s.kv", 600) as writer:
         corpus.feed(writer)
         writer.seal()
     partial = partial_path(tmp_path / "s.kv")
@@ -278,10 +244,10 @@ def test_what_a_kill_after_the_exchange_leaves(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
-def test_names_that_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_cannot_be_exchanged(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exchange, "_at_once", lambda one, other: False)
-    corpus = Corpus()
-    corpus.write(tmp_path / "s.kv", 330)
     corpus.grow(tmp_path / "s.kv", 600)
     corpus.check_whole(tmp_path, 600)
     assert not partial_path(tmp_path / "s.kv").exists()
@@ -302,10 +268,8 @@ def test_folders_change_places(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_earlier_store_and_no_rubbish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus = Corpus()
-    corpus.write(tmp_path / "s.kv", 330)
     before = tree(tmp_path / "s.kv")
 
     def full(*_: Any) -> int:
@@ -314,8 +278,89 @@ def test_a_full_disk_leaves_the_earlier_store_and_no_rubbish(
     with monkeypatch.context() as patched:
         patched.setattr(sharing, "_copy", full)
         with pytest.raises(StoreError, match="free some space and run the same append again"):
-            corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv"))
+            corpus.append(tmp_path / "s.kv", 600)
     assert tree(tmp_path / "s.kv") == before
     assert not (partial_path(tmp_path / "s.kv") / STORE).exists()
     corpus.grow(tmp_path / "s.kv", 600)
     corpus.check_whole(tmp_path, 600)
+
+
+# Layers of several geometries: states, latents, windows of their own widths, nothing at all.
+
+
+def shaped(latent: bool) -> Corpus:
+    layers = (
+        LayerShape(LayerKind.NONE, states=STATES),
+        LayerShape(LayerKind.FULL, 1, 24, 24 if latent else 8, latent=latent, states=STATES[:1]),
+        LayerShape(LayerKind.CHUNKED, 4, 10, 6, window=7),
+        LayerShape(LayerKind.NONE),
+    )
+    return Corpus(ModelShape(layers, query_heads=4), 2 * CHUNK)
+
+
+def states_begun(corpus: Corpus, path: Path) -> Path:
+    """Where the windows and states lie of a store whose first chunk is committed."""
+    with corpus.open(path, 2 * CHUNK) as writer:
+        assert writer.states(0) is None
+        corpus.feed(writer, until=CHUNK)
+    return partial_path(path) / WINDOWS
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_what_each_layer_keeps_is_read_back(tmp_path: Path, latent: bool) -> None:
+    corpus = shaped(latent)
+    store, shape = corpus.write(tmp_path / "a.kv", 2 * CHUNK), corpus.shape
+    store.verify()
+    assert store.manifest.shape == shape
+    assert store.values(1, 0).shape == (2 * CHUNK, shape.value_dim)
+    assert not latent or store.values(1, 0) is store.keys(1, 0)
+    keys, values = store.window(2)
+    assert (keys.shape, values.shape) == ((4, 6, 10), (4, 6, 6))
+    for layer in shape.state_layers:
+        for read, expected in zip(store.states(layer), corpus.states(layer, 2 * CHUNK), strict=True):
+            np.testing.assert_array_equal(read, expected)
+    assert store.cost()["states"] == 2 * 6 * 3 * 2 + 2 * 4 * 5 * 4
+
+
+def test_a_prefill_goes_on_with_the_states_of_its_last_commit(tmp_path: Path) -> None:
+    corpus = shaped(latent=False)
+    # A commit that was begun when the process was killed.
+    (states_begun(corpus, tmp_path / "a.kv") / f"state-000-{2 * CHUNK}").write_bytes(b"half")
+    with corpus.open(tmp_path / "a.kv", 2 * CHUNK) as writer:
+        for read, expected in zip(writer.states(0) or (), corpus.states(0, CHUNK), strict=True):
+            np.testing.assert_array_equal(read, expected)
+        corpus.feed(writer)
+        writer.publish()
+    assert tree(tmp_path / "a.kv") == tree(corpus.write(tmp_path / "whole.kv", 2 * CHUNK).path)
+
+
+def test_a_state_that_changed_on_disk_is_damage(tmp_path: Path) -> None:
+    corpus = shaped(latent=False)
+    file = states_begun(corpus, tmp_path / "a.kv") / f"state-000-{CHUNK}"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with pytest.raises(StoreDamaged, match="state of layer 0"):
+        corpus.open(tmp_path / "a.kv", 2 * CHUNK)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"states": [{"name": "../conv0", "shape": [1], "dtype": "float32"}]},
+        {"states": [{"name": "conv0", "shape": [1 << 40], "dtype": "float32"}]},
+        {"states": [{"name": "conv0", "shape": [1 << 20, 1 << 20], "dtype": "float32"}]},
+        {"states": [{"name": "conv0", "shape": [], "dtype": "float32"}]},
+        {"states": [{"name": "conv0", "shape": [2], "dtype": "object"}]},
+        {"states": [{"name": "conv0", "shape": [2], "dtype": "float32"}] * 2},
+        {"window": 5},
+        {"latent": 1},
+        {"latent": True},
+        {"kind": "linear"},
+        {"kv_heads": 0},
+    ],
+    ids=str,
+)
+def test_a_layer_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
+    data = shaped(latent=False).whole.manifest.to_json()
+    data["shape"]["layers"][1] |= wrong
+    with pytest.raises(StoreForeign, match="manifest cannot be used"):
+        Manifest.from_json(data)

@@ -34,6 +34,9 @@ def job() -> Job:
     return make_job(700, layers=(FULL, SLIDING))
 
 
+SIZES = [70, 5, 300]
+
+
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -71,15 +74,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> Callable[[], int]:
     return lambda: count
 
 
-def run(job: Job, path: Path) -> None:
-    with job.open(path) as writer:
-        job.feed(writer, [70, 5, 300])
-        writer.publish()
-
-
 def ends_alike(job: Job, folder: Path) -> None:
     """The prefill of `folder / "store"` goes on, and ends in the bytes of one that was not interrupted."""
-    run(job, folder / "store")
+    job.write(folder / "store", SIZES)
     assert tree(folder / "store") == tree(job.write(folder / "unbroken"))
 
 
@@ -88,17 +85,17 @@ def resumed_from_kills(job: Job, folder: Path, steps: Callable[[int], Iterable[i
     unbroken = tree(job.write(folder / "unbroken"))
     with pytest.MonkeyPatch.context() as patch:
         counted = kill_at(patch, 0)
-        run(job, folder / "counted")
+        job.write(folder / "counted", SIZES)
     for step in steps(counted()):
         path = folder / str(step)
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, step)
             with pytest.raises(Killed):
-                run(job, path)
+                job.write(path, SIZES)
         if not path.exists():
             with pytest.raises(StoreError):
                 KVStore.open(path)
-            run(job, path)
+            job.write(path, SIZES)
         KVStore.open(path).verify()
         assert tree(path) == unbroken, f"killed at step {step}"
         shutil.rmtree(path)
@@ -121,7 +118,7 @@ def test_resume_survives_being_killed_again_and_again(job: Job, tmp_path: Path) 
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, 50)
             try:
-                run(job, tmp_path / "store")
+                job.write(tmp_path / "store", SIZES)
             except Killed:
                 kills += 1
     assert kills >= 2
@@ -215,7 +212,7 @@ def test_another_job_is_refused_and_harms_nothing(job: Job, tmp_path: Path) -> N
         ):
             other.open(tmp_path / "store")
     assert tree(partial) == before
-    run(job, tmp_path / "store")
+    job.write(tmp_path / "store", SIZES)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +242,7 @@ def test_staged_bytes_that_changed_are_found(job: Job, tmp_path: Path, name: str
     else:
         file.unlink()
     if (name, harm) == ("progress.json", "remove"):  # as if it had only just begun
-        run(job, tmp_path / "store")
+        job.write(tmp_path / "store", SIZES)
         return
     with pytest.raises((StoreDamaged, StoreMismatch), match=r"remove|restore"):
         job.open(tmp_path / "store")
@@ -324,11 +321,11 @@ def test_a_full_tmpfs(job: Job, tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         with pytest.raises(StoreError, match="No space left"):
-            run(job, mount / "store")
+            job.write(mount / "store", SIZES)
         with pytest.raises(StoreIncomplete):
             KVStore.open(mount / "store")
         subprocess.run(["mount", "-o", "remount,size=8m", str(mount)], check=True)
-        run(job, mount / "store")
+        job.write(mount / "store", SIZES)
         assert tree(mount / "store") == tree(job.write(tmp_path / "unbroken"))
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
