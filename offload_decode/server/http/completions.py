@@ -67,11 +67,8 @@ class CompletionBody(AnswerBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [[int(token) for token in self.prompt if isinstance(token, int)]]
-        return [one for one in self.prompt if not isinstance(one, int)]
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast(list[str | list[int]], [self.prompt] if single else self.prompt)
 
 
 class CompletionAnswer(Completion, Cost):
@@ -182,7 +179,7 @@ def _asked(settings: Settings, body: CompletionBody, id: str) -> list[Completion
         raise WrongField("citations are of one prompt, and here are several", "citations")
     return [
         CompletionRequest(
-            **body.asked(settings, f"{id}-{number}", most, body.logprobs, None),
+            **body.ask_options(settings, f"{id}-{number}", most, body.logprobs, None),
             prompt=prompt,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
