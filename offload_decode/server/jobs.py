@@ -93,6 +93,13 @@ class Jobs:
             except StoreError as error:
                 LOG.warning("%s", error)
 
+    def store(self, name: str) -> tuple[Entry, Path]:
+        """A store, and where it lies. Raises `NoSuchName`."""
+        entry = self._catalog.entry(name)
+        if entry.path is None:
+            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
+        return entry, entry.path
+
     def jobs(self) -> list[Job]:
         """All that are known, the newest first."""
         return sorted(self._jobs.copy().values(), key=lambda job: job.created, reverse=True)
@@ -126,8 +133,8 @@ class Jobs:
     def append(self, name: str, documents: Sequence[Upload]) -> Job:
         """Add documents to a store. Raises as `prefill`."""
         self._folder()
-        entry = self._store(name)
-        work = Work("append", entry.name, str(entry.path), entry.model_id, entry.dtype, entry.weights)
+        entry, path = self.store(name)
+        work = Work("append", entry.name, str(path), entry.model_id, entry.dtype, entry.weights)
         return self._submit(work, documents)
 
     def cancel(self, id: str) -> Job:
@@ -161,9 +168,7 @@ class Jobs:
         """
         self._may_write()
         with self._changed:
-            entry = self._store(name)
-            path = entry.path
-            assert path is not None
+            _, path = self.store(name)
             if path.parent not in self._catalog.folders:
                 raise ConfigError(f"'{name}' was given to the server by itself: only its owner deletes it")
             if name in self._deleting or any(job.work.path == str(path) for job in self._unfinished()):
@@ -187,9 +192,9 @@ class Jobs:
         if self._thread is not None:
             self._thread.join()
         with self._changed:
-            files, self._files = self._files, None
-        if files is not None:
-            files.close()
+            if self._files is not None:
+                self._files.close()
+            self._files = None
 
     def _begin(self) -> JobFiles:
         """Take over the jobs that lie in the folder. Raises `StoreBusy` and `StoreError`."""
@@ -223,12 +228,6 @@ class Jobs:
             return bare[0]
         named = "name one of " + ", ".join(entry.name for entry in bare[:10])
         raise WrongField(named if bare else "this server knows no model: start it with --model", "model")
-
-    def _store(self, name: str) -> Entry:
-        entry = self._catalog.entry(name)
-        if entry.path is None:
-            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
-        return entry
 
     def _unfinished(self) -> list[Job]:
         return [job for job in self._jobs.values() if not job.over]

@@ -28,7 +28,7 @@ from offload_decode.server.http.answers import AppService, Body, Name, Option, S
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
 from offload_decode.server.job import Job, Upload
 from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
-from offload_decode.server.requests import NoSuchName, TooLarge, WrongField
+from offload_decode.server.requests import TooLarge, WrongField
 from offload_decode.server.service import Service
 from offload_decode.store.reader import KVStore
 
@@ -178,8 +178,8 @@ def router() -> APIRouter:
     @routes.get("/v1/stores", **more)
     def stores(service: AppService) -> Listed[StoreAnswer]:
         """All stores."""
-        entries = service.catalog.entries()
-        return Listed(data=[StoreAnswer(**_fields(entry)) for entry in entries if entry.path is not None])
+        entries = [entry for entry in service.catalog.entries() if entry.path is not None]
+        return Listed(data=[StoreAnswer(**_fields(entry, "recall", "digest")) for entry in entries])
 
     @routes.post("/v1/stores", status_code=202, openapi_extra=_body(NewStore), **more)
     async def create(request: Request, service: AppService) -> JobAnswer:
@@ -195,12 +195,10 @@ def router() -> APIRouter:
     @routes.get("/v1/stores/{name}", **more)
     def store(service: AppService, name: Name) -> StoreDetails:
         """One store, with its documents."""
-        entry = service.catalog.entry(name)
-        if entry.path is None:
-            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
-        opened = KVStore.open(entry.path)
+        entry, path = service.jobs.store(name)
+        opened = KVStore.open(path)
         return StoreDetails(
-            **_fields(entry),
+            **_fields(entry, "recall", "digest"),
             spans=[Span(name=one.name, start=one.start, end=one.end) for one in opened.documents],
             bytes=sum(opened.cost().values()),
             dtype=opened.manifest.dtype,
@@ -307,20 +305,12 @@ def _upload(name: str, text: str) -> Upload:
 
 
 def _model(entry: Entry) -> ServedModel:
-    return ServedModel(
-        id=entry.name,
-        object="model",
-        created=entry.created,
-        owned_by="offload-decode",
-        root=entry.base,
-        parent=None if entry.path is None else entry.base,
-        tokens=entry.tokens,
-        documents=entry.documents,
-    )
+    parent = None if entry.path is None else entry.base
+    return ServedModel(object="model", owned_by="offload-decode", parent=parent, **_fields(entry))
 
 
-def _fields(entry: Entry) -> dict[str, Any]:
-    names = ("created", "tokens", "documents", "recall", "digest")
+def _fields(entry: Entry, *more: str) -> dict[str, Any]:
+    names = ("created", "tokens", "documents", *more)
     return {"id": entry.name, "root": entry.base, **{name: getattr(entry, name) for name in names}}
 
 
