@@ -262,7 +262,7 @@ class Template:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
+        self._special = special_tokens(tokenizer) or re.compile("(?!)")  # which is found nowhere
         # Templates of models that see pictures may take a list of parts alone, and write nothing of a text.
         self._in_parts = False
         self._in_parts = _QUESTION.text not in self.rendered([_QUESTION])
@@ -310,11 +310,9 @@ class Template:
         except WrongField:  # it knows no system
             messages = [_QUESTION]
             without = self.rendered(messages)
-        special = re.compile(f"({self._special.pattern})") if self._special is not None else None
-        before, after = (
-            special.split(text) if special else [text] for text in (without, self.rendered(messages, tools))
-        )
-        added = [part for part in _added(before, after) if not (special and special.fullmatch(part))]
+        special = re.compile(f"({self._special.pattern})")
+        before, after = special.split(without), special.split(self.rendered(messages, tools))
+        added = [part for part in _added(before, after) if not special.fullmatch(part)]
         return self.plain("".join(added)).strip()
 
     def writes_calls(self) -> bool:
@@ -335,7 +333,7 @@ class Template:
         return written
 
     def _broken(self, value: Any) -> Any:
-        if isinstance(value, str) and self._special is not None:
+        if isinstance(value, str):
             return self._special.sub(lambda found: found[0][:1] + _BREAK + found[0][1:], value)
         if isinstance(value, Mapping):
             return {self._broken(name): self._broken(part) for name, part in value.items()}

@@ -71,9 +71,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **RESPONSES}
 """Of routes whose answers may be streamed."""
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
-_WRONG = (ConfigError, UnknownIndex, NotCompiled, CorpusError)
 _KINDS: Mapping[type, tuple[int, str | None]] = {
-    **dict.fromkeys(_WRONG, (400, None)),
+    **dict.fromkeys((ConfigError, UnknownIndex, NotCompiled, CorpusError), (400, None)),
     ReadOnly: (403, "read_only"),
     NoSuchName: (404, "model_not_found"),
     StoreNotFound: (404, "model_not_found"),

@@ -64,11 +64,11 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refused = self._refused(scope)
+        read, most = 0, self.uploads if scope["path"].startswith(DOCUMENTS) else self.most
+        refused = self._refused(scope, most)
         if refused is not None:
             await refused(scope, receive, send)
             return
-        read, most = 0, self._most(scope)
 
         async def counted() -> Message:
             nonlocal read
@@ -80,10 +80,7 @@ class Guard:
 
         await self.app(scope, counted, send)
 
-    def _most(self, scope: Scope) -> int:
-        return self.uploads if scope["path"].startswith(DOCUMENTS) else self.most
-
-    def _refused(self, scope: Scope) -> Refusal | None:
+    def _refused(self, scope: Scope, most: int) -> Refusal | None:
         headers, path = Headers(scope=scope), scope["path"]
         host = headers.get("host", "")
         if self.access.hosts and _name(host) not in self.access.hosts:
@@ -96,7 +93,7 @@ class Guard:
                 403, "pages of that origin may not ask here: start the server with --cors ORIGIN", "origin"
             )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > (most := self._most(scope)):
+        if length.isdecimal() and int(length) > most:
             return Refusal(413, _too_large(most), "too_large")
         return None
 
