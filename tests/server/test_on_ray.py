@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from offload_decode.common.errors import ConfigError, StoreNotFound
@@ -27,6 +25,8 @@ from offload_decode.server.http.security import Access
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.requests import Settings
 from tests.prefill_jobs.test_ray import descendants
+from tests.server.http.conftest import listening
+from tests.server.test_catalog import until
 
 pytest.importorskip("ray")
 
@@ -113,20 +113,9 @@ def cluster(shelf, tmp_path_factory):
     plan = plan_for((str(shelf / "stores"), far), settings, folder / "cache")
     with ExitStack() as stack:
         replicas = stack.enter_context(on_ray(plan, 2))
-        front = create_front(replicas, Access(), 1 << 20)
-        server = uvicorn.Server(uvicorn.Config(front, port=0, log_config=None))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        base = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        found = Cluster(base, folder / "cache")
-        until = time.monotonic() + 120
-        while httpx.get(f"{base}/health", timeout=60).status_code != 200 and time.monotonic() < until:
-            time.sleep(0.2)
-        yield found
-        server.should_exit = True
-        thread.join()
+        base = stack.enter_context(listening(create_front(replicas, Access(), 1 << 20)))
+        until(lambda: httpx.get(f"{base}/health", timeout=60).status_code == 200, 120)
+        yield Cluster(base, folder / "cache")
 
 
 @pytest.mark.slow

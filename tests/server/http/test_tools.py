@@ -8,12 +8,11 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from offload_decode.config import EngineConfig
-from offload_decode.prefill_jobs.job import Settings as PrefillSettings
-from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.http.app import create_app
 from offload_decode.server.requests import Settings
 from offload_decode.server.service import Service
+from tests.server.conftest import prefilled
 from tests.server.http.conftest import listening
 from tests.server.test_tool_calls import TEMPLATES, TOOLS
 from tests.tiny import text_model, tiny_tokenizer
@@ -38,13 +37,7 @@ def client(tmp_path_factory):
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)
-    prefill(
-        str(folder / "book.txt"),
-        model=str(folder / "model"),
-        out=folder / "stores" / "book.kv",
-        settings=PrefillSettings(options={"chunk": 64}),
-    )
+    prefilled(folder, "book", "The quick brown fox jumps over the lazy dog. " * 5, folder / "model")
     service = Service(Catalog([folder / "stores"]), Settings(config=EngineConfig(selector="dense")))
     try:
         service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
