@@ -247,8 +247,7 @@ class Jobs:
             except OSError as error:
                 raise StoreError(f"the documents cannot be kept: {error.strerror}") from error
             self._jobs[job.id] = job
-            over = sorted((job for job in self._jobs.values() if job.over), key=lambda job: job.created)
-            for old in over[: max(0, len(over) - MOST_KEPT)]:
+            for old in [job for job in self.jobs() if job.over][MOST_KEPT:]:
                 del self._jobs[old.id]
                 shutil.rmtree(files.of(old.id), ignore_errors=True)
             self._changed.notify_all()
@@ -309,8 +308,8 @@ class Jobs:
                     self._save(job, "done", result=message["result"])
                     return
                 if "error" in message or attempt == _TRIES - 1:
-                    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                    error = message.get("error") or f"its process {how}, {_TRIES} times"
+                    end = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                    error = message.get("error") or f"its process {end}, {_TRIES} times"
                     LOG.warning("%s ('%s') failed: %s", job.id, job.work.name, error)
                     self._save(job, "failed", error=error)
                     return
@@ -333,7 +332,7 @@ class Jobs:
             )
         message: dict[str, Any] = {}
         first, began = JobProgress("", 0, 0), 0.0  # of the stage, and when
-        with process, ExitStack() as held:
+        with process, ExitStack() as exchanging:
             assert process.stdout is not None
             for line in process.stdout:
                 if not line.endswith("\n"):  # it was killed in the middle of a word
@@ -349,13 +348,12 @@ class Jobs:
                     so_far = replace(so_far, seconds_left=left)
                 self._progress[job.id] = so_far
                 if so_far.stage == EXCHANGE:
-                    held.enter_context(self._released(job.work.name))
+                    exchanging.enter_context(self._released(job.work.name))
                     with self._changed:  # the longer store takes its place, unless it is too late
                         self._exchanging = not self._closed and self._jobs[job.id].state != "cancelled"
-                    if self._exchanging and process.stdin is not None:
+                    if self._exchanging:
                         with suppress(BrokenPipeError):
-                            process.stdin.write("go\n")
-                            process.stdin.flush()
+                            print("go", file=process.stdin, flush=True)
             process.wait()
             self._catalog.refresh()
         with self._changed:

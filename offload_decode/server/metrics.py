@@ -64,9 +64,9 @@ def configure(style: Literal["text", "json"] = "text", stream: TextIO | None = N
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """What a record says beyond its message: its own fields, or the id of the request it belongs to."""
-    own = getattr(record, "fields", None)
-    if own is not None:
-        return dict(own)
+    fields = getattr(record, "fields", None)
+    if fields is not None:
+        return dict(fields)
     known = log_fields().get("request_id")
     return {} if known is None else {"request_id": known}
 
@@ -79,7 +79,7 @@ class JsonLines(logging.Formatter):
     """An object in one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": _when(record),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -87,8 +87,8 @@ class JsonLines(logging.Formatter):
             **_fields(record),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, default=str)
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 class TextLines(logging.Formatter):
@@ -98,8 +98,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_spelled(value)}" for name, value in _fields(record).items())
-        said = f"{_when(record)} {record.levelname.lower()} {_plain(record.getMessage())}{fields}"
-        return f"{said}\n{self.formatException(record.exc_info)}" if record.exc_info else said
+        line = f"{_when(record)} {record.levelname.lower()} {_plain(record.getMessage())}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _plain(text: str) -> str:

@@ -192,8 +192,8 @@ class RayReplicas:
 
     async def metrics(self) -> bytes:
         """Of all replicas, each under its number."""
-        told = await self._handle.broadcast("metrics").results_async(timeout_s=10, return_exceptions=True)
-        return merged([text for text in told if isinstance(text, bytes)])
+        texts = await self._handle.broadcast("metrics").results_async(timeout_s=10, return_exceptions=True)
+        return merged([text for text in texts if isinstance(text, bytes)])
 
 
 def merged(texts: list[bytes]) -> bytes:

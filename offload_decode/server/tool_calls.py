@@ -171,9 +171,9 @@ def choice_of(
     Raises `WrongField` for a model whose template knows no tools or writes calls in a form that is not read,
     for a choice among tools that are not there, and for schemas that no grammar follows.
     """
-    given = [tool["function"] for tool in tools or ()]
+    described = [tool["function"] for tool in tools or ()]
     functions = [
-        {"name": one["name"], "parameters": one.get("parameters") or {"properties": {}}} for one in given
+        {"name": one["name"], "parameters": one.get("parameters") or {"properties": {}}} for one in described
     ]
     names = frozenset(function["name"] for function in functions)
     if len(names) < len(functions):

@@ -235,10 +235,10 @@ class CompletionReply(AnswerReply):
         log-probability, and is None in both lists of them.
         """
         texts = await self.texts(tokens)
-        own = [texts[one.token] for one in tokens]
+        pieces = [texts[one.token] for one in tokens]
         return Logprobs.model_construct(
-            text_offset=list(accumulate(map(len, own[:-1]), initial=offset)) if own else [],
-            tokens=own,
+            text_offset=list(accumulate(map(len, pieces[:-1]), initial=offset)) if pieces else [],
+            tokens=pieces,
             token_logprobs=cast(
                 list[float], [None if one.logprob is None else finite(one.logprob) for one in tokens]
             ),

@@ -166,8 +166,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        number = given if _ID.fullmatch(given) else uuid4().hex
+        id = Headers(scope=scope).get(HEADER, "")
+        number = id if _ID.fullmatch(id) else uuid4().hex
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
         with logged_request(level, request_id=number, method=scope["method"]) as fields:
 
@@ -254,9 +254,9 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def status(request: Request, error: HTTPException) -> Response:
-        own = {"Allow": allowed(request)} if error.status_code == 405 else {}
+        methods = {"Allow": allowed(request)} if error.status_code == 405 else {}
         message = _SENTENCES.get(error.status_code, str(error.detail))
-        return Refusal(error.status_code, message, **{**(error.headers or {}), **own})
+        return Refusal(error.status_code, message, **{**(error.headers or {}), **methods})
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:

@@ -185,11 +185,11 @@ def router() -> APIRouter:
     async def create(request: Request, service: AppService) -> JobAnswer:
         """Make a store: as JSON, or as a form with the same fields and files (text, HTML, PDF, Word)."""
         async with _sent(request, NewStore, service.settings.max_body) as (asked, documents):
-            how = asked.model_dump(include={"kv", "method", "options", "index"})
-            how |= asked.model_dump(include={"dtype", "weights"}, exclude_none=True)
+            fields = asked.model_dump(include={"kv", "method", "options", "index"})
+            fields |= asked.model_dump(include={"dtype", "weights"}, exclude_none=True)
             if asked.text is not None:
                 documents = [_upload(asked.name, asked.text), *documents]
-            job = await run_sync(partial(service.jobs.prefill, asked.name, asked.model, documents, **how))
+            job = await run_sync(partial(service.jobs.prefill, asked.name, asked.model, documents, **fields))
         return _job(service, job)
 
     @routes.get("/v1/stores/{name}", **more)
