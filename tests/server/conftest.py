@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,20 +107,16 @@ def shelf(tmp_path_factory):
 @pytest.fixture
 def serve(shelf):
     """Makes services over the stores, or over `places`, which are closed in the end."""
-    opened: list[Service] = []
+    with ExitStack() as stack:
 
-    def make(*places: Path, **settings: object) -> Service:
-        config = EngineConfig(options={"budget": "24"})
-        service = Service(
-            Catalog([*places] or [shelf / "stores"]), Settings(**{"config": config, **settings})
-        )
-        opened.append(service)
-        service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
-        return service
+        def make(*places: Path, **settings: object) -> Service:
+            settings = {"config": EngineConfig(options={"budget": "24"}), **settings}
+            service = Service(Catalog([*places] or [shelf / "stores"]), Settings(**settings))
+            stack.callback(service.close)
+            service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
+            return service
 
-    yield make
-    for service in opened:
-        service.close()
+        yield make
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,8 @@ def book(shelf, catalog):
 
 @pytest.fixture
 def started(catalog):
-    running: list[Jobs] = []
-
-    def start(**how: Any) -> Jobs:
-        running.append(Jobs(catalog, device="cpu", **how))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.close()
+    with ExitStack() as stack:
+        yield lambda **how: stack.enter_context(closing(Jobs(catalog, device="cpu", **how)))
 
 
 # A process that says `said`, each line when it is its turn: WAIT is for a line on stdin.
@@ -157,13 +150,10 @@ def refused(error: type[Exception], match: str, call: Callable[..., object], *ar
 
 def run_here(folder: Path, work: Work, *documents: Upload) -> tuple[dict[str, Any], list[str]]:
     """A job in this process: what it made, and its stages."""
-    files = JobFiles(folder)
     stages: list[str] = []
-    try:
+    with closing(JobFiles(folder)) as files:
         job = files.create(work, documents)
         made = run(files.of(job.id), "cpu", lambda stage, done, total: stages.append(stage))
-    finally:
-        files.close()
     return made, list(dict.fromkeys(stages))
 
 
@@ -432,12 +422,10 @@ def test_jobs_do_not_pile_up(started, says, monkeypatch):
 
 
 def test_a_server_without_a_folder_makes_no_stores(shelf):
-    with closing(Catalog([make_store(shelf / "book.kv")])) as catalog:
-        running = Jobs(catalog)
+    with closing(Catalog([make_store(shelf / "book.kv")])) as catalog, closing(Jobs(catalog)) as running:
         for change in ((running.prefill, "new", None), (running.append, "book")):
             refused(ConfigError, "no folder to put stores in", *change, [text("facts")])
         refused(ConfigError, "by itself", running.delete, "book")
-        running.close()
 
 
 def test_a_server_that_is_for_reading_changes_nothing(started, shelf, catalog):
@@ -566,9 +554,7 @@ def test_kills_of_processes_and_of_servers_leave_the_store_of_one_prefill(shelf,
     until(lambda: json.loads(progress.read_text())["tokens"] > before, 600)
     server.kill()
     server.wait()
-    with closing(Catalog([shelf], str(tiny))) as catalog:
-        running = Jobs(catalog, device="cpu")
+    with closing(Catalog([shelf], str(tiny))) as catalog, closing(Jobs(catalog, device="cpu")) as running:
         (done,) = over(running, running.job(job.id), seconds=600)
-        running.close()
     assert (done.state, done.error) == ("done", None)
     assert tree(shelf / "book.kv") == tree(plain)

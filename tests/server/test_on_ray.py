@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,14 @@ def test_metrics_of_several_servers_are_told_apart():
 def test_stores_in_buckets_are_named_before_they_are_here(shelf, tmp_path):
     store, url = shelf / "stores" / "book.kv", f"file://{tmp_path}/bucket/far.kv"
     push(store, url)
-    catalog = BucketCatalog(plan_for([str(shelf / "stores"), url], Settings(), tmp_path / "cache"))
-    try:
+    plan = plan_for([str(shelf / "stores"), url], Settings(), tmp_path / "cache")
+    with closing(BucketCatalog(plan)) as catalog:
         far, near = catalog.entry("far"), catalog.entry("book")
         assert (far.tokens, far.model_id) == (near.tokens, near.model_id)
         assert far in catalog.entries()
         shutil.copytree(store, tmp_path / "cache" / "far.kv")
         catalog.refresh()
         assert [one.digest for one in catalog.entries() if one.name == "far"] == [near.digest]
-    finally:
-        catalog.close()
 
 
 def test_stores_in_buckets_must_be_there_and_have_names_of_their_own(shelf, tmp_path):

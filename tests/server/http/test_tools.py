@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 from openai import BadRequestError, OpenAI
@@ -38,13 +39,11 @@ def client(tmp_path_factory):
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     prefilled(folder, "book", "The quick brown fox jumps over the lazy dog. " * 5, folder / "model")
-    service = Service(Catalog([folder / "stores"]), Settings(config=EngineConfig(selector="dense")))
-    try:
+    settings = Settings(config=EngineConfig(selector="dense"))
+    with closing(Service(Catalog([folder / "stores"]), settings)) as service:
         service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
         with listening(create_app(service)) as url:
             yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-    finally:
-        service.close()
 
 
 def test_an_answer_is_json_of_its_schema(client):
