@@ -16,6 +16,7 @@ from itertools import chain, groupby
 from typing import Any, cast
 
 from offload_decode.common.errors import ModelError
+from offload_decode.engine.sampler import decode
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import (
     Piece,
@@ -133,10 +134,7 @@ def keep_answer(
     remembered.
     """
     read = read_messages([*messages, answer])
-    text = loaded.known_tokenizer.decode(
-        list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    last = read[-1]
+    text, last = decode(loaded.known_tokenizer, tokens), read[-1]
     if last.role == "assistant" and tokens and (last.calls or last.text.strip() == text.strip()):
         answer_tokens.keep(scope, read, tokens)
 
