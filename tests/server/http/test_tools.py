@@ -26,6 +26,8 @@ SCHEMA = {
 }
 ASKED = [{"role": "user", "content": "Which word?"}]
 NAMED = {"type": "function", "function": {"name": "look_up"}}
+UNWRITABLE = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "x"}}}
 HOW = {"model": "book", "max_tokens": 400, "tools": TOOLS, "tool_choice": NAMED}
 
 
@@ -85,25 +87,9 @@ def test_a_call_comes_whole_and_in_a_stream_and_its_answer_goes_on(client):
     ("changed", "param"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
-                "tool_choice": "required",
-            },
-            "tools",
-        ),
+        ({"tools": [UNWRITABLE], "tool_choice": "required"}, "tools"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        (
-            {
-                "tools": None,
-                "tool_choice": None,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "it", "schema": {"type": "x"}},
-                },
-            },
-            "response_format",
-        ),
+        ({"tools": None, "tool_choice": None, "response_format": NO_SCHEMA}, "response_format"),
     ],
 )
 def test_what_cannot_be_is_named(client, changed, param):
