@@ -197,9 +197,7 @@ def choice_of(
 
 def form_of(tokenizer: Any) -> Form:
     """How this tokenizer's chat template has calls written. Raises `WrongField`."""
-    template = ""
-    if tokenizer.chat_template:
-        template = str(tokenizer.get_chat_template(tools=[{}]))
+    template = str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
     if "tools" not in template:
         raise WrongField("the chat template of this model knows no tools: ask without them", "tools")
     if HERMES.begin in template and "<function=" not in template:

@@ -315,9 +315,7 @@ def _fields(entry: Entry, *more: str) -> dict[str, Any]:
 
 
 def _job(service: Service, job: Job) -> JobAnswer:
-    error = None
-    if job.error is not None:
-        error = JobError(message=without_paths(job.error, known_names(service)))
+    reason = None if job.error is None else without_paths(job.error, known_names(service))
     return JobAnswer(
         id=job.id,
         kind=job.work.kind,
@@ -329,5 +327,5 @@ def _job(service: Service, job: Job) -> JobAnswer:
         finished_at=None if job.ended is None else int(job.ended),
         progress=service.jobs.progress(job.id),
         result=job.result,
-        error=error,
+        error=None if reason is None else JobError(message=reason),
     )
