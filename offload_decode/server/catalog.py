@@ -33,7 +33,6 @@ SUFFIX = ".kv"
 """Stores are mostly folders that end so; their names leave it out."""
 POLL_S = 2.0
 """Network file systems report no changes, nor are changes below the watched folders reported."""
-_SETTLE_MS, _STEP_MS = 100, 50
 _NO_STORES = (PARTIAL, OLD, ".indexes")
 _SEARCHED = "clusters"
 _MOST_NAMES = 10  # in an error
@@ -114,8 +113,8 @@ def _changes(folders: list[Path], stop: Event) -> Iterator[object]:
         yield from watch(
             *folders,
             watch_filter=None,
-            debounce=_SETTLE_MS,
-            step=_STEP_MS,
+            debounce=100,
+            step=50,
             stop_event=stop,
             rust_timeout=int(POLL_S * 1000),
             yield_on_timeout=True,

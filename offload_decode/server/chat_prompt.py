@@ -16,6 +16,7 @@ from itertools import chain, groupby
 from typing import Any, cast
 
 from offload_decode.common.errors import ModelError
+from offload_decode.engine.sampler import decode
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import (
     Piece,
@@ -133,10 +134,7 @@ def keep_answer(
     remembered.
     """
     read = read_messages([*messages, answer])
-    text = loaded.known_tokenizer.decode(
-        list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    last = read[-1]
+    text, last = decode(loaded.known_tokenizer, tokens), read[-1]
     if last.role == "assistant" and tokens and (last.calls or last.text.strip() == text.strip()):
         answer_tokens.keep(scope, read, tokens)
 
@@ -262,7 +260,7 @@ class Template:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
+        self._special = special_tokens(tokenizer) or re.compile("(?!)")  # which is found nowhere
         # Templates of models that see pictures may take a list of parts alone, and write nothing of a text.
         self._in_parts = False
         self._in_parts = _QUESTION.text not in self.rendered([_QUESTION])
@@ -310,11 +308,9 @@ class Template:
         except WrongField:  # it knows no system
             messages = [_QUESTION]
             without = self.rendered(messages)
-        special = re.compile(f"({self._special.pattern})") if self._special is not None else None
-        before, after = (
-            special.split(text) if special else [text] for text in (without, self.rendered(messages, tools))
-        )
-        added = [part for part in _added(before, after) if not (special and special.fullmatch(part))]
+        special = re.compile(f"({self._special.pattern})")
+        before, after = special.split(without), special.split(self.rendered(messages, tools))
+        added = [part for part in _added(before, after) if not special.fullmatch(part)]
         return self.plain("".join(added)).strip()
 
     def writes_calls(self) -> bool:
@@ -335,7 +331,7 @@ class Template:
         return written
 
     def _broken(self, value: Any) -> Any:
-        if isinstance(value, str) and self._special is not None:
+        if isinstance(value, str):
             return self._special.sub(lambda found: found[0][:1] + _BREAK + found[0][1:], value)
         if isinstance(value, Mapping):
             return {self._broken(name): self._broken(part) for name, part in value.items()}

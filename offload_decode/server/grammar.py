@@ -189,5 +189,5 @@ def _compiled(tokenizer: Any, written: str) -> LLMatcher:
 def _sentence(error: str) -> str:
     """What llguidance says, on one line and without the lines that point into the text."""
     lines = [line for line in error.splitlines() if line.strip(" ^") and "|" not in line[:8]]
-    said = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())[:300].rstrip(".")
-    return said if " " in said else f"no text fits it ({said})"
+    reason = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())[:300].rstrip(".")
+    return reason if " " in reason else f"no text fits it ({reason})"

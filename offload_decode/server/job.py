@@ -247,8 +247,8 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     progress("tokenize", 0, len(texts))
     if work.kind == "append":
         report = asdict(append_texts(loaded, texts, store, progress=progress))
-        kept = ("n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds")
-        return {name: report[name] for name in kept}
+        names = ("n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds")
+        return {name: report[name] for name in names}
     place = destination_of(store)
     prepared = prepare(loaded, texts, settings, ())
     made = asdict(settled(prepared, place) or make(loaded, prepared, place, progress))

@@ -93,6 +93,13 @@ class Jobs:
             except StoreError as error:
                 LOG.warning("%s", error)
 
+    def store(self, name: str) -> tuple[Entry, Path]:
+        """A store, and where it lies. Raises `NoSuchName`."""
+        entry = self._catalog.entry(name)
+        if entry.path is None:
+            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
+        return entry, entry.path
+
     def jobs(self) -> list[Job]:
         """All that are known, the newest first."""
         return sorted(self._jobs.copy().values(), key=lambda job: job.created, reverse=True)
@@ -126,8 +133,8 @@ class Jobs:
     def append(self, name: str, documents: Sequence[Upload]) -> Job:
         """Add documents to a store. Raises as `prefill`."""
         self._folder()
-        entry = self._store(name)
-        work = Work("append", entry.name, str(entry.path), entry.model_id, entry.dtype, entry.weights)
+        entry, path = self.store(name)
+        work = Work("append", entry.name, str(path), entry.model_id, entry.dtype, entry.weights)
         return self._submit(work, documents)
 
     def cancel(self, id: str) -> Job:
@@ -161,9 +168,7 @@ class Jobs:
         """
         self._may_write()
         with self._changed:
-            entry = self._store(name)
-            path = entry.path
-            assert path is not None
+            _, path = self.store(name)
             if path.parent not in self._catalog.folders:
                 raise ConfigError(f"'{name}' was given to the server by itself: only its owner deletes it")
             if name in self._deleting or any(job.work.path == str(path) for job in self._unfinished()):
@@ -187,9 +192,9 @@ class Jobs:
         if self._thread is not None:
             self._thread.join()
         with self._changed:
-            files, self._files = self._files, None
-        if files is not None:
-            files.close()
+            if self._files is not None:
+                self._files.close()
+            self._files = None
 
     def _begin(self) -> JobFiles:
         """Take over the jobs that lie in the folder. Raises `StoreBusy` and `StoreError`."""
@@ -224,12 +229,6 @@ class Jobs:
         named = "name one of " + ", ".join(entry.name for entry in bare[:10])
         raise WrongField(named if bare else "this server knows no model: start it with --model", "model")
 
-    def _store(self, name: str) -> Entry:
-        entry = self._catalog.entry(name)
-        if entry.path is None:
-            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
-        return entry
-
     def _unfinished(self) -> list[Job]:
         return [job for job in self._jobs.values() if not job.over]
 
@@ -248,8 +247,7 @@ class Jobs:
             except OSError as error:
                 raise StoreError(f"the documents cannot be kept: {error.strerror}") from error
             self._jobs[job.id] = job
-            over = sorted((job for job in self._jobs.values() if job.over), key=lambda job: job.created)
-            for old in over[: max(0, len(over) - MOST_KEPT)]:
+            for old in [job for job in self.jobs() if job.over][MOST_KEPT:]:
                 del self._jobs[old.id]
                 shutil.rmtree(files.of(old.id), ignore_errors=True)
             self._changed.notify_all()
@@ -310,8 +308,8 @@ class Jobs:
                     self._save(job, "done", result=message["result"])
                     return
                 if "error" in message or attempt == _TRIES - 1:
-                    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                    error = message.get("error") or f"its process {how}, {_TRIES} times"
+                    end = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                    error = message.get("error") or f"its process {end}, {_TRIES} times"
                     LOG.warning("%s ('%s') failed: %s", job.id, job.work.name, error)
                     self._save(job, "failed", error=error)
                     return
@@ -334,7 +332,7 @@ class Jobs:
             )
         message: dict[str, Any] = {}
         first, began = JobProgress("", 0, 0), 0.0  # of the stage, and when
-        with process, ExitStack() as held:
+        with process, ExitStack() as exchanging:
             assert process.stdout is not None
             for line in process.stdout:
                 if not line.endswith("\n"):  # it was killed in the middle of a word
@@ -350,13 +348,12 @@ class Jobs:
                     so_far = replace(so_far, seconds_left=left)
                 self._progress[job.id] = so_far
                 if so_far.stage == EXCHANGE:
-                    held.enter_context(self._released(job.work.name))
+                    exchanging.enter_context(self._released(job.work.name))
                     with self._changed:  # the longer store takes its place, unless it is too late
                         self._exchanging = not self._closed and self._jobs[job.id].state != "cancelled"
-                    if self._exchanging and process.stdin is not None:
+                    if self._exchanging:
                         with suppress(BrokenPipeError):
-                            process.stdin.write("go\n")
-                            process.stdin.flush()
+                            print("go", file=process.stdin, flush=True)
             process.wait()
             self._catalog.refresh()
         with self._changed:

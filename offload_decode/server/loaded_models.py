@@ -233,8 +233,8 @@ class LoadedModels:
             with self._lock:
                 if key in self._unused:
                     self._unused[key] = time.monotonic() + RETURN_S
-        how = "shares passes" if loaded.packs else "answers one conversation at a time"  # checked here
-        LOG.info("loaded the model %s, which %s", key.model_id, how)
+        passes = "shares passes" if loaded.packs else "answers one conversation at a time"  # checked here
+        LOG.info("loaded the model %s, which %s", key.model_id, passes)
         return loaded
 
     def _opened(
@@ -250,11 +250,11 @@ class LoadedModels:
             with self._lock:  # `forget` walks through them
                 self._hosts[entry.name, entry.digest] = engine.prefix.host
         store = engine.store
-        given = outline(loaded.model_id), store.manifest, config, caps, self._held
+        request = outline(loaded.model_id), store.manifest, config, caps, self._held
         index = default_kind(store)
-        for sentence in check_ask(*given, index=index):
+        for sentence in check_ask(*request, index=index):
             LOG.info("%s: %s", entry.name, sentence)
-        engine.admit = partial(admit_question, planned_ask(*given, index=index), caps)
+        engine.admit = partial(admit_question, planned_ask(*request, index=index), caps)
         return engine
 
 
@@ -267,13 +267,13 @@ class Releases:
         self._busy, self._close = busy, close
         self._lock = threading.Lock()
         self._beginning: Counter[str] = Counter()
-        self._held: set[str] = set()
+        self._closed: set[str] = set()
 
     @contextmanager
     def asking(self, name: str) -> Iterator[None]:
         """While a request for a name is begun. Raises `Loading` while its store is being replaced."""
         with self._lock:
-            if name in self._held:
+            if name in self._closed:
                 raise Loading(f"'{name}' is being replaced: try again in a moment", 1)
             self._beginning[name] += 1
         try:
@@ -289,8 +289,8 @@ class Releases:
         while True:
             if time.monotonic() >= patient_until or not self._used(name):
                 with self._lock:
-                    if name not in self._held:
-                        self._held.add(name)
+                    if name not in self._closed:
+                        self._closed.add(name)
                         break
             time.sleep(_POLL_S)
         try:
@@ -300,7 +300,7 @@ class Releases:
             yield
         finally:
             with self._lock:
-                self._held.discard(name)
+                self._closed.discard(name)
 
     def _used(self, name: str) -> bool:
         with self._lock:

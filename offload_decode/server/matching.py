@@ -110,14 +110,13 @@ def _spellings(text: str) -> Iterator[str]:
     yield unicodedata.normalize("NFC", lines)
 
 
-def _read(store: Entry, what: Callable[[KVStore], R], otherwise: R) -> R:
+def _read(store: Entry, read: Callable[[KVStore], R], otherwise: R) -> R:
     assert store.path is not None, "only stores have texts"
     try:
-        return what(KVStore.open(store.path))
-    except StoreMismatch:
-        return otherwise
+        return read(KVStore.open(store.path))
     except (OffloadDecodeError, OSError) as error:
-        LOG.warning("no message is matched to %s: %s", store.path, error)
+        if not isinstance(error, StoreMismatch):
+            LOG.warning("no message is matched to %s: %s", store.path, error)
         return otherwise
 
 

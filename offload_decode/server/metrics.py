@@ -28,15 +28,14 @@ from offload_decode.types import StepStats
 
 LOG = logging.getLogger("offload_decode.server")
 _ITS_OWN = ("offload_decode", "uvicorn", "uvicorn.error")
-_fields_of_request: ContextVar[dict[str, Any] | None] = ContextVar("fields", default=None)
+_fields_of_request: ContextVar[dict[str, Any]] = ContextVar("fields")
 
 
 def log_fields() -> dict[str, Any]:
     """The fields that will be logged of the current HTTP request, for whoever learns one to put it there;
     outside of a request, fields that nobody reads.
     """
-    fields = _fields_of_request.get()
-    return {} if fields is None else fields
+    return _fields_of_request.get({})
 
 
 @contextmanager
@@ -64,11 +63,8 @@ def configure(style: Literal["text", "json"] = "text", stream: TextIO | None = N
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """What a record says beyond its message: its own fields, or the id of the request it belongs to."""
-    own = getattr(record, "fields", None)
-    if own is not None:
-        return dict(own)
-    known = log_fields().get("request_id")
-    return {} if known is None else {"request_id": known}
+    of_request = {name: value for name, value in log_fields().items() if name == "request_id"}
+    return getattr(record, "fields", of_request)
 
 
 def _when(record: logging.LogRecord) -> str:
@@ -79,7 +75,7 @@ class JsonLines(logging.Formatter):
     """An object in one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": _when(record),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -87,8 +83,8 @@ class JsonLines(logging.Formatter):
             **_fields(record),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, default=str)
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 class TextLines(logging.Formatter):
@@ -98,8 +94,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_spelled(value)}" for name, value in _fields(record).items())
-        said = f"{_when(record)} {record.levelname.lower()} {_plain(record.getMessage())}{fields}"
-        return f"{said}\n{self.formatException(record.exc_info)}" if record.exc_info else said
+        line = f"{_when(record)} {record.levelname.lower()} {_plain(record.getMessage())}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _plain(text: str) -> str:

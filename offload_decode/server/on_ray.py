@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 APP = "offload-decode"
 _POLL_S = 1.0
-_HEALTH_S = 2.0
-_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -192,8 +190,8 @@ class RayReplicas:
 
     async def metrics(self) -> bytes:
         """Of all replicas, each under its number."""
-        told = await self._handle.broadcast("metrics").results_async(timeout_s=10, return_exceptions=True)
-        return merged([text for text in told if isinstance(text, bytes)])
+        texts = await self._handle.broadcast("metrics").results_async(timeout_s=10, return_exceptions=True)
+        return merged([text for text in texts if isinstance(text, bytes)])
 
 
 def merged(texts: list[bytes]) -> bytes:
@@ -229,8 +227,8 @@ def on_ray(plan: Plan, replicas: int | None = None) -> Iterator[RayReplicas]:
             ray_actor_options=share,
             max_ongoing_requests=settings.max_running,
             max_queued_requests=settings.max_waiting,
-            health_check_period_s=_HEALTH_S,
-            graceful_shutdown_timeout_s=_GRACE_S,
+            health_check_period_s=2.0,
+            graceful_shutdown_timeout_s=5.0,
         )(Replica)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled")

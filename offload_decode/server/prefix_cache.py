@@ -139,7 +139,7 @@ class RecentlyUsed(Generic[K, V]):
 
     def __init__(self, most: int, size: Callable[[V], int] = lambda value: 1):
         self._most, self._size_of, self._size = most, size, 0
-        self._held: OrderedDict[K, V] = OrderedDict()
+        self._values: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
 
     def keep(self, key: K, value: V) -> None:
@@ -148,18 +148,18 @@ class RecentlyUsed(Generic[K, V]):
             return
         with self._lock:
             self._size += self._size_of(value)
-            if key in self._held:
-                self._size -= self._size_of(self._held.pop(key))
-            self._held[key] = value
+            if key in self._values:
+                self._size -= self._size_of(self._values.pop(key))
+            self._values[key] = value
             while self._size > self._most:
-                self._size -= self._size_of(self._held.popitem(last=False)[1])
+                self._size -= self._size_of(self._values.popitem(last=False)[1])
 
     def find(self, key: K) -> V | None:
         """The value; None where it is not there any more."""
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-            return self._held.get(key)
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
 
 
 class AnswerTokens:

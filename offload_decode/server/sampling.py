@@ -84,8 +84,8 @@ class Picker:
             changed = changed + self._added
         if self._grammar is not None:
             allowed = self._grammar.allowed(len(logits), self._ends).to(logits.device)
-            held = torch.where(allowed, changed, -math.inf)
-            changed = held if held.amax() > -math.inf else torch.where(allowed, logits, -math.inf)
+            fitting = torch.where(allowed, changed, -math.inf)
+            changed = fitting if fitting.amax() > -math.inf else torch.where(allowed, logits, -math.inf)
         token = int(self._sampler(changed[None]))
         if self._top is None:
             return Scored(token)
@@ -111,11 +111,11 @@ def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
     for start in range(0, len(tokens), _ROWS):
         rows, taken = logits[start : start + _ROWS], list(tokens[start : start + _ROWS])
         total = rows.logsumexp(-1, keepdim=True)
-        own = (rows.gather(-1, torch.tensor(taken, device=rows.device)[:, None]) - total)[:, 0].tolist()
+        logprobs = (rows.gather(-1, torch.tensor(taken, device=rows.device)[:, None]) - total)[:, 0].tolist()
         best, ids = rows.topk(min(top, rows.shape[-1]), -1)
         pairs = zip((best - total).tolist(), ids.tolist(), strict=True)
         tops = [tuple(zip(ids, best, strict=True)) for best, ids in pairs]
-        found += [Scored(*each) for each in zip(taken, own, tops, strict=True)]
+        found += [Scored(*each) for each in zip(taken, logprobs, tops, strict=True)]
     return found
 
 

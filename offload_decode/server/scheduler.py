@@ -230,9 +230,9 @@ class Scheduler:
             return
         seconds, stats = time.perf_counter() - began, StepStats()
         for each in turns:
-            own = each.turn.conversation.prefix.take_stats()
-            each.request.stats.add(own)
-            stats.add(own)
+            cost = each.turn.conversation.prefix.take_stats()
+            each.request.stats.add(cost)
+            stats.add(cost)
         tokens = sum(len(each.turn.tokens) for each in turns)
         self.metrics.passed(len(turns), tokens, seconds, stats)
         if tokens - len(turns) >= LEAST_SHARE:

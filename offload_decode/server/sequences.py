@@ -164,11 +164,11 @@ class RunningRequest:
         """Memory that its tokens may come to."""
         loaded, request = self.target.loaded, self.request
         most = request.generation.max_tokens or 0
-        held = request.n * tail_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
+        most_bytes = request.n * tail_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
         if request.prompt_logprobs is not None and self.target.start.pass_tokens > PASS_TOKENS:
             # All logits of a question that runs whole are there at once, and once more as they are joined.
-            held += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)
-        return held
+            most_bytes += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)
+        return most_bytes
 
     def begin(self, cached: Conversation | None) -> None:
         """Continue a cached conversation of the prompt's first tokens, or begin behind the stored prefix."""

@@ -95,12 +95,12 @@ class Service:
             tokens = chat_tokens(loaded, stored, asked.messages, tools, self.answer_tokens, scope)
             keep = partial(keep_answer, loaded, asked.messages, answer_tokens=self.answer_tokens, scope=scope)
             emit = _recorded(emit, keep)
-            shown: Mapping[int, str] = {}
-            if choice is not None:
-                emit, shown = calls_apart(emit, choice.form, choice.names), choice.shown
-                if choice.grammar is not None:
-                    asked = replace(asked, generation=replace(asked.generation, grammar=choice.grammar))
-            return self.scheduler.submit(self._request(asked, target, tokens, shown=shown), target, emit)
+            if choice is None:
+                return self._submit(asked, target, tokens, emit)
+            emit = calls_apart(emit, choice.form, choice.names)
+            if choice.grammar is not None:
+                asked = replace(asked, generation=replace(asked.generation, grammar=choice.grammar))
+            return self._submit(asked, target, tokens, emit, shown=choice.shown)
 
     def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
         """Ask for the continuation of a text; its events go to `emit`. Raises as `chat`."""
@@ -109,10 +109,8 @@ class Service:
             if isinstance(asked.prompt, str):
                 self._check_letters(len(asked.prompt))
             tokens = completion_tokens(target.loaded, target.stored, asked.prompt)
-            scores = {"prompt_logprobs": asked.prompt_logprobs}
-            return self.scheduler.submit(
-                self._request(asked, target, tokens, **scores, raw=True), target, emit
-            )
+            top = asked.prompt_logprobs
+            return self._submit(asked, target, tokens, emit, prompt_logprobs=top, raw=True)
 
     def tokenize(
         self,
@@ -194,14 +192,17 @@ class Service:
             limits = f"{self.settings.max_prompt:,} tokens, of at most {most:,} characters"
             raise TooLarge(f"the prompt has {letters:,} characters, and this server takes {limits}")
 
-    def _request(self, asked: AskOptions, target: Target, tokens: Sequence[int], **more: Any) -> Request:
+    def _submit(
+        self, asked: AskOptions, target: Target, tokens: Sequence[int], emit: Emit, **more: Any
+    ) -> Ticket:
         wanted, settings = asked.generation, self.settings
         if wanted.max_tokens is None:
             wanted = replace(wanted, max_tokens=settings.max_tokens)
         check_generation(target.loaded, wanted)
         shared = {field.name: getattr(asked, field.name) for field in fields(AskOptions)}
-        shared |= {"deadline_s": min(asked.deadline_s or settings.deadline_s, settings.deadline_s)}
-        return Request(**{**shared, "generation": wanted}, tokens=tuple(tokens), **more)
+        shared["deadline_s"] = min(asked.deadline_s or settings.deadline_s, settings.deadline_s)
+        request = Request(**{**shared, "generation": wanted}, tokens=tuple(tokens), **more)
+        return self.scheduler.submit(request, target, emit)
 
     def _close(self, name: str) -> None:
         self.loaded_models.forget(name)

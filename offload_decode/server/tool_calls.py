@@ -171,9 +171,9 @@ def choice_of(
     Raises `WrongField` for a model whose template knows no tools or writes calls in a form that is not read,
     for a choice among tools that are not there, and for schemas that no grammar follows.
     """
-    given = [tool["function"] for tool in tools or ()]
+    described = [tool["function"] for tool in tools or ()]
     functions = [
-        {"name": one["name"], "parameters": one.get("parameters") or {"properties": {}}} for one in given
+        {"name": one["name"], "parameters": one.get("parameters") or {"properties": {}}} for one in described
     ]
     names = frozenset(function["name"] for function in functions)
     if len(names) < len(functions):
@@ -197,9 +197,7 @@ def choice_of(
 
 def form_of(tokenizer: Any) -> Form:
     """How this tokenizer's chat template has calls written. Raises `WrongField`."""
-    template = ""
-    if tokenizer.chat_template:
-        template = str(tokenizer.get_chat_template(tools=[{}]))
+    template = str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
     if "tools" not in template:
         raise WrongField("the chat template of this model knows no tools: ask without them", "tools")
     if HERMES.begin in template and "<function=" not in template:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from offload_decode.config import EngineConfig
 from offload_decode.prefill_jobs.job import Settings as PrefillSettings
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.requests import AnsweredRequest, Event, Failed, Settings, Usage
+from offload_decode.server.requests import AnsweredRequest, Event, Failed, Generation, Settings, Usage
 from offload_decode.server.scheduler import Ticket
-from offload_decode.server.service import Service
+from offload_decode.server.service import ChatRequest, Service
 from offload_decode.types import CitedDocument
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved_model
 
 TEXTS = {
     "book": "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12)),
@@ -77,40 +78,45 @@ class Listener:
         return heard
 
 
+def ask(service, model="book", question="What is the colour of thing 3?", tokens=12, **more):
+    """Asks a question; who listens to its answer."""
+    generation = more.pop("generation", Generation(max_tokens=tokens))
+    messages = more.pop("messages", [{"role": "user", "content": question}])
+    listener = Listener()
+    listener.ticket = service.chat(ChatRequest("id", model, generation, messages=messages, **more), listener)
+    return listener
+
+
+def prefilled(folder: Path, name: str, text: str, model: Path) -> None:
+    """A store in `folder/stores`, of a text that lies in `folder`."""
+    (folder / f"{name}.txt").write_text(text)
+    settings, out = PrefillSettings(options={"chunk": 64}), folder / "stores" / f"{name}.kv"
+    prefill(str(folder / f"{name}.txt"), model=str(model), out=out, settings=settings)
+
+
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory):
     """A folder with `model/`, and `stores/` that it prefilled: for reading only."""
     folder = tmp_path_factory.mktemp("shelf")
-    text_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    model = saved_model(folder / "model")
     for name, text in TEXTS.items():
-        (folder / f"{name}.txt").write_text(text)
-        prefill(
-            str(folder / f"{name}.txt"),
-            model=str(folder / "model"),
-            out=folder / "stores" / f"{name}.kv",
-            settings=PrefillSettings(options={"chunk": 64}),
-        )
+        prefilled(folder, name, text, model)
     return folder
 
 
 @pytest.fixture
 def serve(shelf):
     """Makes services over the stores, or over `places`, which are closed in the end."""
-    opened: list[Service] = []
+    with ExitStack() as stack:
 
-    def make(*places: Path, **settings: object) -> Service:
-        config = EngineConfig(options={"budget": "24"})
-        service = Service(
-            Catalog([*places] or [shelf / "stores"]), Settings(**{"config": config, **settings})
-        )
-        opened.append(service)
-        service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
-        return service
+        def make(*places: Path, **settings: object) -> Service:
+            settings = {"config": EngineConfig(options={"budget": "24"}), **settings}
+            service = Service(Catalog([*places] or [shelf / "stores"]), Settings(**settings))
+            stack.callback(service.close)
+            service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
+            return service
 
-    yield make
-    for service in opened:
-        service.close()
+        yield make
 
 
 @pytest.fixture

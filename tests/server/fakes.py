@@ -52,43 +52,14 @@ def entry(name: str = "book", path: Path | None = Path("/srv/stores/book.kv")) -
     )
 
 
-class Catalog:
-    """Two names: `book`, a store, and `tiny`, its model."""
-
-    folders = ()
-
-    def __init__(self) -> None:
-        self._entries = (entry(), entry("tiny", None))
-
-    def entries(self) -> tuple[Entry, ...]:
-        return self._entries
-
-    def entry(self, name: str) -> Entry:
-        for one in self._entries:
-            if one.name == name:
-                return one
-        raise NoSuchName(f"nothing here is called '{name}': there are book, tiny")
+ENTRIES = (entry(), entry("tiny", None))
 
 
-class LoadedModels:
-    """One model is in memory, of which only the tokenizer is asked for."""
-
-    def __init__(self, service: FakeService):
-        self._service = service
-
-    def model(self, entry: Entry) -> SimpleNamespace:
-        if self._service.fault is not None:
-            raise self._service.fault
-        return SimpleNamespace(known_tokenizer=tiny_tokenizer())
-
-    def models(self) -> list[str]:
-        return ["/srv/models/tiny"]
-
-    def loading(self) -> bool:
-        return False
-
-    def open_stores(self) -> list[str]:
-        return ["book"]
+def entry_of(name: str) -> Entry:
+    for one in ENTRIES:
+        if one.name == name:
+            return one
+    raise NoSuchName(f"nothing here is called '{name}': there are book, tiny")
 
 
 @dataclass
@@ -104,7 +75,8 @@ class Ticket:
 
 
 class FakeService:
-    """Answers a chat with the last message, a completion with its prompt reversed; tokens are characters.
+    """Answers a chat with the last message, a completion with its prompt reversed; tokens are characters. Its
+    catalog has two names: `book`, a store, and `tiny`, its model, which is in memory.
 
     `fault` is raised when something is asked; `early` and `late` are what a request fails with before and
     after its first token; `calls` are made after the text; `pace_s` is the time between tokens, `wait_s` that
@@ -113,8 +85,13 @@ class FakeService:
 
     def __init__(self, settings: Settings | None = None):
         self.settings = settings or Settings()
-        self.catalog = Catalog()
-        self.loaded_models = LoadedModels(self)
+        self.catalog = SimpleNamespace(folders=(), entries=lambda: ENTRIES, entry=entry_of)
+        self.loaded_models = SimpleNamespace(
+            model=self._model,
+            models=lambda: ["/srv/models/tiny"],
+            loading=lambda: False,
+            open_stores=lambda: ["book"],
+        )
         self.jobs = Jobs(self.catalog)
         self.tickets: list[Ticket] = []
         self.fault: Exception | None = None
@@ -152,6 +129,11 @@ class FakeService:
 
     def close(self) -> None:
         self.closed = True
+
+    def _model(self, entry: Entry) -> SimpleNamespace:
+        if self.fault is not None:
+            raise self.fault
+        return SimpleNamespace(known_tokenizer=tiny_tokenizer())
 
     def _begin(self, asked: Asked, text: str, prompt: str, emit: Emit) -> Ticket:
         self.catalog.entry(asked.model)

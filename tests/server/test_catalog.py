@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,15 +36,8 @@ def shelf(tmp_path):
 
 @pytest.fixture
 def opened():
-    catalogs: list[Catalog] = []
-
-    def open_catalog(*places: Path, model: str | None = None) -> Catalog:
-        catalogs.append(Catalog(places, model))
-        return catalogs[-1]
-
-    yield open_catalog
-    for catalog in catalogs:
-        catalog.close()
+    with ExitStack() as stack:
+        yield lambda *places, model=None: stack.enter_context(closing(Catalog(places, model)))
 
 
 def names(catalog: Catalog) -> list[str]:

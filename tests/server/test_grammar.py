@@ -18,7 +18,7 @@ from offload_decode.server.requests import Generation, WrongField
 from offload_decode.server.sampling import Picker, check_generation
 from offload_decode.server.sequences import Text
 from tests.models.tokenizers import KINDS, tokenizer_of
-from tests.tiny import text_model, tiny_model, tiny_tokenizer
+from tests.tiny import served_model, tiny_model
 
 SCHEMA = {
     "type": "object",
@@ -36,7 +36,7 @@ FOLLOWED = [kind for kind in KINDS if not kind.startswith(("metaspace", "unigram
 
 @pytest.fixture(scope="module")
 def loaded():
-    return wrap(text_model(), tiny_tokenizer())
+    return served_model()
 
 
 @cache

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongFiel
 from offload_decode.store.reader import KVStore
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved_model, tiny_tokenizer
 
 FACTS = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(6))
 MORE = "Another thing: the sky is blue. " * 4
@@ -48,10 +49,7 @@ def text(name: str, content: str = FACTS) -> Upload:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A checkpoint: for reading only."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    text_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -75,15 +73,8 @@ def book(shelf, catalog):
 
 @pytest.fixture
 def started(catalog):
-    running: list[Jobs] = []
-
-    def start(**how: Any) -> Jobs:
-        running.append(Jobs(catalog, device="cpu", **how))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.close()
+    with ExitStack() as stack:
+        yield lambda **how: stack.enter_context(closing(Jobs(catalog, device="cpu", **how)))
 
 
 # A process that says `said`, each line when it is its turn: WAIT is for a line on stdin.
@@ -150,15 +141,19 @@ def over(running: Jobs, *waited: Job, seconds: float = 60) -> list[Job]:
     return [running.job(job.id) for job in waited]
 
 
+def refused(error: type[Exception], match: str, call: Callable[..., object], *args: Any, **how: Any) -> None:
+    """A call raises an error whose sentence is short."""
+    with pytest.raises(error, match=match) as raised:
+        call(*args, **how)
+    assert len(str(raised.value)) < 600
+
+
 def run_here(folder: Path, work: Work, *documents: Upload) -> tuple[dict[str, Any], list[str]]:
     """A job in this process: what it made, and its stages."""
-    files = JobFiles(folder)
     stages: list[str] = []
-    try:
+    with closing(JobFiles(folder)) as files:
         job = files.create(work, documents)
         made = run(files.of(job.id), "cpu", lambda stage, done, total: stages.append(stage))
-    finally:
-        files.close()
     return made, list(dict.fromkeys(stages))
 
 
@@ -271,8 +266,7 @@ def test_a_failure_is_its_sentence_and_can_be_tried_again(started, says, catalog
     assert running.retry(failed.id).error is None
     (done,) = over(running, failed)
     assert (done.state, done.error) == ("done", None)
-    with pytest.raises(ConfigError, match="only a job that failed"):
-        running.retry(done.id)
+    refused(ConfigError, "only a job that failed", running.retry, done.id)
 
 
 def test_a_process_that_is_killed_is_started_again(started, says):
@@ -311,8 +305,8 @@ def test_whatever_a_job_raises_the_next_one_runs(started, says):
 
 def test_a_folder_that_cannot_be_written_to_is_named(started, shelf):
     (shelf / JOBS).write_text("no folder")
-    with pytest.raises(StoreError, match=r"no stores can be made in .*File exists"):
-        started().prefill("book", None, [text("a")])
+    why = r"no stores can be made in .*File exists"
+    refused(StoreError, why, started().prefill, "book", None, [text("a")])
 
 
 def test_a_job_that_is_cancelled_ends(started, says, shelf):
@@ -376,11 +370,9 @@ def test_names_that_are_taken_are_refused(started, says, shelf, catalog):
     says([HALF, WAIT])
     running = started()
     for name in ("book", "book.kv", "junk", "tiny"):
-        with pytest.raises(StoreExists, match="exists already"):
-            running.prefill(name, "tiny", [text("facts")])
+        refused(StoreExists, "exists already", running.prefill, name, "tiny", [text("facts")])
     job = running.prefill("new", "tiny", [text("facts")])
-    with pytest.raises(StoreExists, match=job.id):
-        running.prefill("new.kv", "tiny", [text("facts")])
+    refused(StoreExists, job.id, running.prefill, "new.kv", "tiny", [text("facts")])
 
 
 def test_a_new_job_takes_the_place_of_one_that_failed(started, says):
@@ -394,30 +386,23 @@ def test_a_new_job_takes_the_place_of_one_that_failed(started, says):
 
 def test_what_no_store_can_be_made_of_is_refused_at_once(started, shelf, catalog):
     running = started()
-
-    def refused(error: type[Exception], call: Callable[..., object], *args: Any, **how: Any) -> None:
-        with pytest.raises(error) as raised:
-            call(*args, **how)
-        assert len(str(raised.value)) < 600
-
     for names in ([], [""], ["a\nb"], ["x" * 501], ["a", "a"], map(str, range(10_001))):
-        refused(WrongField, running.prefill, "book", None, [*map(text, names)])
+        refused(WrongField, "document", running.prefill, "book", None, [*map(text, names)])
     for model in ("https://host/model", str(shelf)):
-        refused(NoSuchName, running.prefill, "book", model, [text("a")])
+        refused(NoSuchName, "nothing here", running.prefill, "book", model, [text("a")])
     for how in ({"kv": "int3"}, {"dtype": "float8"}, {"weights": "int3"}, {"method": "guess"}):
-        refused(ConfigError, running.prefill, "book", None, [text("a")], **how)
+        refused(ConfigError, ".", running.prefill, "book", None, [text("a")], **how)
     for options in ({"chunk": 0}, {"chnk": 64}, {"chunk": [1]}):
-        refused(ConfigError, running.prefill, "book", None, [text("a")], options=options)
+        refused(ConfigError, ".", running.prefill, "book", None, [text("a")], options=options)
     for name in ("book", "tiny"):
-        refused(NoSuchName, running.append, name, [text("a")])
-    refused(NoSuchName, running.delete, "tiny")
-    refused(NoSuchName, running.job, "job-\ud800" + "x" * 1000)
-    refused(NoSuchName, running.cancel, "../job")
+        refused(NoSuchName, name, running.append, name, [text("a")])
+    refused(NoSuchName, "no store", running.delete, "tiny")
+    refused(NoSuchName, "no job", running.job, "job-\ud800" + "x" * 1000)
+    refused(NoSuchName, "no job", running.cancel, "../job")
     assert list(shelf.iterdir()) == []
     make_store(shelf / "other.kv")
     catalog.refresh()
-    with pytest.raises(WrongField, match="name one of tiny, model"):
-        running.prefill("book", None, [text("a")])
+    refused(WrongField, "name one of tiny, model", running.prefill, "book", None, [text("a")])
 
 
 def test_jobs_do_not_pile_up(started, says, monkeypatch):
@@ -433,22 +418,14 @@ def test_jobs_do_not_pile_up(started, says, monkeypatch):
     says([WAIT])
     for name in ("d", "e"):
         running.prefill(name, None, [text("facts")])
-    with pytest.raises(Busy):
-        running.prefill("f", None, [text("facts")])
+    refused(Busy, "2 jobs wait", running.prefill, "f", None, [text("facts")])
 
 
 def test_a_server_without_a_folder_makes_no_stores(shelf):
-    with closing(Catalog([make_store(shelf / "book.kv")])) as catalog:
-        running = Jobs(catalog)
-        for refused in (
-            lambda: running.prefill("new", None, [text("facts")]),
-            lambda: running.append("book", [text("facts")]),
-        ):
-            with pytest.raises(ConfigError, match="no folder to put stores in"):
-                refused()
-        with pytest.raises(ConfigError, match="by itself"):
-            running.delete("book")
-        running.close()
+    with closing(Catalog([make_store(shelf / "book.kv")])) as catalog, closing(Jobs(catalog)) as running:
+        for change in ((running.prefill, "new", None), (running.append, "book")):
+            refused(ConfigError, "no folder to put stores in", *change, [text("facts")])
+        refused(ConfigError, "by itself", running.delete, "book")
 
 
 def test_a_server_that_is_for_reading_changes_nothing(started, shelf, catalog):
@@ -456,13 +433,9 @@ def test_a_server_that_is_for_reading_changes_nothing(started, shelf, catalog):
     (shelf / ".jobs").mkdir()
     catalog.refresh()
     running = started(read_only=True)
-    for refused in (
-        lambda: running.prefill("new", None, [text("facts")]),
-        lambda: running.append("book", [text("facts")]),
-        lambda: running.delete("book"),
-    ):
-        with pytest.raises(ReadOnly, match="--read-only"):
-            refused()
+    for change in ((running.prefill, "new", None), (running.append, "book")):
+        refused(ReadOnly, "--read-only", *change, [text("facts")])
+    refused(ReadOnly, "--read-only", running.delete, "book")
     assert running.jobs() == []
     assert list((shelf / ".jobs").iterdir()) == []
 
@@ -474,8 +447,7 @@ def test_two_servers_do_not_run_the_same_jobs(started, says, monkeypatch):
     first.prefill("book", None, [text("facts")])
     second = started()
     assert second.jobs() == []
-    with pytest.raises(StoreBusy, match="another server"):
-        second.prefill("other", None, [text("facts")])
+    refused(StoreBusy, "another server", second.prefill, "other", None, [text("facts")])
 
 
 def test_a_new_server_goes_on_with_what_was_left(started, says, shelf):
@@ -516,23 +488,15 @@ def test_a_store_is_deleted_when_no_answer_reads_it(started, shelf, catalog, gat
     catalog.refresh()
     free, released = gate
     running = started(released=released)
-    errors: list[Exception] = []
-
-    def delete() -> None:
-        try:
-            running.delete("book")
-        except (NoSuchName, StoreBusy) as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=delete) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    until(lambda: "book" not in [entry.name for entry in catalog.entries()])
-    assert (shelf / "book.kv").exists()
-    until(lambda: len(errors) == 3)
-    free.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        deleting = [pool.submit(running.delete, "book") for _ in range(4)]
+        until(lambda: "book" not in [entry.name for entry in catalog.entries()])
+        assert (shelf / "book.kv").exists()
+        until(lambda: sum(one.done() for one in deleting) == 3)
+        free.set()
+    errors = [type(error) for one in deleting if (error := one.exception()) is not None]
+    assert len(errors) == 3
+    assert {*errors} <= {NoSuchName, StoreBusy}
     assert sorted(path.name for path in shelf.iterdir()) == ["other.kv"]
     make_store(shelf / "book.kv")
     catalog.refresh()
@@ -543,8 +507,7 @@ def test_a_store_that_a_job_is_at_work_on_is_not_deleted(started, says, book):
     says([HALF, WAIT])
     running = started()
     running.append("book", [text("more")])
-    with pytest.raises(StoreBusy, match="at work on 'book'"):
-        running.delete("book")
+    refused(StoreBusy, "at work on 'book'", running.delete, "book")
 
 
 SERVER = """
@@ -591,9 +554,7 @@ def test_kills_of_processes_and_of_servers_leave_the_store_of_one_prefill(shelf,
     until(lambda: json.loads(progress.read_text())["tokens"] > before, 600)
     server.kill()
     server.wait()
-    with closing(Catalog([shelf], str(tiny))) as catalog:
-        running = Jobs(catalog, device="cpu")
+    with closing(Catalog([shelf], str(tiny))) as catalog, closing(Jobs(catalog, device="cpu")) as running:
         (done,) = over(running, running.job(job.id), seconds=600)
-        running.close()
     assert (done.state, done.error) == ("done", None)
     assert tree(shelf / "book.kv") == tree(plain)

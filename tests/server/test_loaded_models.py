@@ -12,20 +12,15 @@ import pytest
 
 from offload_decode.common.errors import ModelError
 from offload_decode.prefill_jobs.append import append
-from offload_decode.prefill_jobs.job import Settings as PrefillSettings
-from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server import loaded_models
-from offload_decode.server.requests import Generation, Loading, NoSuchName
-from offload_decode.server.service import ChatRequest
-from tests.server.conftest import Listener
-from tests.tiny import text_model, tiny_tokenizer
+from offload_decode.server.requests import Loading, NoSuchName
+from tests.server import conftest
+from tests.server.conftest import TEXTS, prefilled
+from tests.tiny import saved_model
 
 
 def ask(service, model, **more):
-    listener = Listener()
-    messages = [{"role": "user", "content": "Why?"}]
-    service.chat(ChatRequest("id", model, Generation(max_tokens=4), messages=messages, **more), listener)
-    return listener.all()
+    return conftest.ask(service, model, "Why?", 4, **more).all()
 
 
 def ask_patiently(service, model):
@@ -101,14 +96,7 @@ def test_a_store_that_grew_is_opened_again(serve, shelf, tmp_path):
 
 
 def test_models_take_turns(serve, shelf, tmp_path):
-    text_model(1).save_pretrained(tmp_path / "other")
-    tiny_tokenizer().save_pretrained(tmp_path / "other")
-    prefill(
-        str(shelf / "notes.txt"),
-        model=str(tmp_path / "other"),
-        out=tmp_path / "stores" / "others.kv",
-        settings=PrefillSettings(options={"chunk": 64}),
-    )
+    prefilled(tmp_path, "others", TEXTS["notes"], saved_model(tmp_path / "other", seed=1))
     service = serve(shelf / "stores", tmp_path / "stores")
     held = weakref.ref(service.loaded_models.model(service.catalog.entry("book")).model)
     assert ask(service, "book").error is None  # what is remembered of it does not keep the model

@@ -15,12 +15,11 @@ from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.server import matching
 from offload_decode.server.matching import Matcher
-from offload_decode.server.requests import Generation, WrongField
-from offload_decode.server.service import ChatRequest
+from offload_decode.server.requests import WrongField
 from offload_decode.store.reader import KVStore
 from tests.models.tokenizers import KINDS, tokenizer_of
 from tests.server.conftest import TEXTS as SERVED
-from tests.server.conftest import Listener
+from tests.server.conftest import ask
 from tests.server.test_chat_prompt import CHAT, said, user
 from tests.tiny import tiny_model
 
@@ -187,18 +186,12 @@ def test_a_long_message_is_matched_without_being_read_as_tokens(held, monkeypatc
 
 def test_a_service_answers_from_the_store_that_is_found(service):
     service.matcher = Matcher(0)
-    question, generation = "What is the colour of thing 3?", Generation(max_tokens=5)
+    question = "What is the colour of thing 3?"
     [bare] = [entry.name for entry in service.catalog.entries() if entry.path is None]
-
-    def heard(model, text):
-        listener = Listener()
-        service.chat(ChatRequest("id", model, generation, messages=[user(text)]), listener)
-        return listener.all()
-
-    whole = heard(bare, f"{SERVED['book']}\n\n{question}")
-    asked = heard("book", question)
+    whole = ask(service, bare, f"{SERVED['book']}\n\n{question}", 5).all()
+    asked = ask(service, "book", question, 5).all()
     assert whole.tokens == asked.tokens
     assert whole.usage.prompt == asked.usage.prompt
     assert whole.usage.cached >= service.catalog.entry("book").tokens
-    twice = heard("book", f"{SERVED['book']}\n\n{question}")
+    twice = ask(service, "book", f"{SERVED['book']}\n\n{question}", 5).all()
     assert twice.usage.prompt > service.catalog.entry("book").tokens + len(SERVED["book"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from contextlib import closing
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -140,11 +141,8 @@ def test_a_full_queue_is_counted():
 
 
 def test_a_service_tells_what_it_holds(tmp_path):
-    service = Service(Catalog([tmp_path]), Settings())
-    try:
+    with closing(Service(Catalog([tmp_path]), Settings())) as service:
         seen = samples(service.metrics)
-    finally:
-        service.close()
     assert seen["kv_cache_usage_perc",] == 0
     assert ("jobs", "running") not in seen
 

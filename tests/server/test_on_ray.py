@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from offload_decode.common.errors import ConfigError, StoreNotFound
@@ -27,6 +25,8 @@ from offload_decode.server.http.security import Access
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.requests import Settings
 from tests.prefill_jobs.test_ray import descendants
+from tests.server.http.conftest import listening
+from tests.server.test_catalog import until
 
 pytest.importorskip("ray")
 
@@ -50,16 +50,14 @@ def test_metrics_of_several_servers_are_told_apart():
 def test_stores_in_buckets_are_named_before_they_are_here(shelf, tmp_path):
     store, url = shelf / "stores" / "book.kv", f"file://{tmp_path}/bucket/far.kv"
     push(store, url)
-    catalog = BucketCatalog(plan_for([str(shelf / "stores"), url], Settings(), tmp_path / "cache"))
-    try:
+    plan = plan_for([str(shelf / "stores"), url], Settings(), tmp_path / "cache")
+    with closing(BucketCatalog(plan)) as catalog:
         far, near = catalog.entry("far"), catalog.entry("book")
         assert (far.tokens, far.model_id) == (near.tokens, near.model_id)
         assert far in catalog.entries()
         shutil.copytree(store, tmp_path / "cache" / "far.kv")
         catalog.refresh()
         assert [one.digest for one in catalog.entries() if one.name == "far"] == [near.digest]
-    finally:
-        catalog.close()
 
 
 def test_stores_in_buckets_must_be_there_and_have_names_of_their_own(shelf, tmp_path):
@@ -113,20 +111,9 @@ def cluster(shelf, tmp_path_factory):
     plan = plan_for((str(shelf / "stores"), far), settings, folder / "cache")
     with ExitStack() as stack:
         replicas = stack.enter_context(on_ray(plan, 2))
-        front = create_front(replicas, Access(), 1 << 20)
-        server = uvicorn.Server(uvicorn.Config(front, port=0, log_config=None))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        base = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        found = Cluster(base, folder / "cache")
-        until = time.monotonic() + 120
-        while httpx.get(f"{base}/health", timeout=60).status_code != 200 and time.monotonic() < until:
-            time.sleep(0.2)
-        yield found
-        server.should_exit = True
-        thread.join()
+        base = stack.enter_context(listening(create_front(replicas, Access(), 1 << 20)))
+        until(lambda: httpx.get(f"{base}/health", timeout=60).status_code == 200, 120)
+        yield Cluster(base, folder / "cache")
 
 
 @pytest.mark.slow

@@ -8,20 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_decode.engine.engine import Engine
-from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.server.prefix_cache import PrefixCache, prefix_key
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import served_model
 
 TEXT = "The lamp burns low. " * 12
 KEY = prefix_key("book", "dense", {}, "digest")
-
-
-def stored(folder, family):
-    loaded = wrap(text_model(family=family), tiny_tokenizer())
-    prefill_texts(loaded, [TextDocument("d", TEXT)], folder / "store")
-    return loaded, folder / "store"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +23,8 @@ def opened(tmp_path_factory):
 
     def open_(family="llama", selector="dense", **options):
         if family not in made:
-            made[family] = stored(tmp_path_factory.mktemp(family), family)
+            made[family] = served_model(family), tmp_path_factory.mktemp(family) / "store"
+            prefill_texts(made[family][0], [TextDocument("d", TEXT)], made[family][1])
         loaded, store = made[family]
         return Engine.open(store, loaded, selector=selector, options=options)
 

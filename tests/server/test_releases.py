@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -102,9 +103,6 @@ def test_a_store_is_released_to_one_at_a_time():
             time.sleep(0.01)
             inside.remove(number)
 
-    threads = [threading.Thread(target=release, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(release, range(5)))
     assert most == [1] * 5

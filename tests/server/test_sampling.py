@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.server.requests import Generation, WrongField
 from offload_decode.server.sampling import Picker, check_generation, scored
-from offload_decode.types import Document
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import served_model, token_store
 
 N, NEW = 20, 10
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    return wrap(text_model(), tiny_tokenizer())
+    return served_model()
 
 
 @pytest.fixture(scope="module")
 def engine(loaded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampling") / "store"
-    prefill_tokens(loaded, np.arange(3, 3 + N, dtype=np.int32), [Document("all", 0, N)], folder)
-    return Engine.open(folder, loaded)
+    return Engine.open(token_store(folder, loaded, range(3, 3 + N)), loaded)
 
 
 def picker(loaded, index=0, **wanted):

@@ -17,18 +17,10 @@ from offload_decode.engine.engine import Engine
 from offload_decode.server.requests import Busy, Delta, Ended, Generation, Prompted, TimedOut, TooLarge
 from offload_decode.server.sequences import RunningRequest
 from offload_decode.server.service import ChatRequest, CompletionRequest
-from tests.server.conftest import TEXTS, Listener
+from tests.server.conftest import TEXTS, Listener, ask
 from tests.server.test_catalog import until
 
 QUESTIONS = ("What is the colour of thing 3?", "Who jumps?", "Why", "Name the number of thing 11, please.")
-
-
-def ask(service, model="book", question=QUESTIONS[0], tokens=12, **more):
-    generation = more.pop("generation", Generation(max_tokens=tokens))
-    messages = more.pop("messages", [{"role": "user", "content": question}])
-    listener = Listener()
-    listener.ticket = service.chat(ChatRequest("id", model, generation, messages=messages, **more), listener)
-    return listener
 
 
 def complete(service, model, prompt, most, **more):
@@ -197,14 +189,14 @@ def test_a_text_is_too_long_before_its_tokens_are_counted(serve, monkeypatch):
     service, messages = serve(max_prompt=10), [{"role": "user", "content": "word " * 100}]
     for prompts in ("chat_tokens", "completion_tokens", "text_tokens"):
         monkeypatch.setattr(f"offload_decode.server.service.{prompts}", None)
-    for ask in (
+    for too_long in (
         lambda: service.chat(ChatRequest("id", "book", messages=messages), None),
         lambda: service.complete(CompletionRequest("id", "book", prompt="word " * 100), None),
         lambda: service.tokenize("book", "word " * 100),
         lambda: service.tokenize("book", messages=messages),
     ):
         with pytest.raises(TooLarge, match="at most 160 characters"):
-            ask()
+            too_long()
 
 
 def test_too_much_is_refused(serve):

@@ -191,10 +191,8 @@ def test_an_answer_that_must_be_a_call_is_one(kind, special, choice):
     loaded = loaded_with(kind, marks if special else ())
     chosen = choice_of(loaded, TOOLS, choice)
     generation = Generation(grammar=chosen.grammar, temperature=1.0, seed=3)
-    picker, text = (
-        Picker(loaded, (), frozenset([2]), generation, 2000),
-        Text(loaded.tokenizer, (), False, chosen.shown),
-    )
+    picker = Picker(loaded, (), frozenset([2]), generation, 2000)
+    text = Text(loaded.tokenizer, (), False, chosen.shown)
     calls, written, found = CallParser(chosen.form, chosen.names), "", []
     generator = torch.Generator().manual_seed(0)
     for _ in range(2000):

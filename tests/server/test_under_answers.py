@@ -12,8 +12,9 @@ import pytest
 from offload_decode.common.errors import StoreNotFound
 from offload_decode.server.job import Upload
 from offload_decode.server.requests import Delta, Generation, NoSuchName
-from offload_decode.server.service import ChatRequest, Service
+from offload_decode.server.service import Service
 from offload_decode.store.reader import KVStore
+from tests.server import conftest
 from tests.server.conftest import Heard, Listener
 from tests.server.test_catalog import until
 
@@ -26,11 +27,7 @@ def own(shelf, tmp_path):
 
 def ask(service: Service, tokens: int, *, begun: bool = False) -> Listener:
     """An answer, of which the first token is there where it has `begun`."""
-    heard = Listener()
-    wanted = Generation(max_tokens=tokens, ignore_end=True)
-    service.chat(
-        ChatRequest("one", "book", wanted, messages=[{"role": "user", "content": "What is thing 3?"}]), heard
-    )
+    heard = conftest.ask(service, generation=Generation(max_tokens=tokens, ignore_end=True))
     if begun:
         heard.until(Delta)
     return heard

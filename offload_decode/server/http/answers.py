@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast, get_args
 from uuid import uuid4
@@ -19,8 +19,7 @@ from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from offload_decode.server.http.errors import Refusal
-from offload_decode.server.http.streaming import DONE
+from offload_decode.server.http.streaming import DONE, Reply
 from offload_decode.server.requests import (
     AnsweredRequest,
     Done,
@@ -97,6 +96,28 @@ class AskBody(Body):
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
 
+    def ask_options(
+        self, settings: Settings, id: str, most: int | None, top: int | None, grammar: Any, **more: Any
+    ) -> dict[str, Any]:
+        """The fields of `AskOptions`; `most`, `top`, `grammar` and `more` are for its `Generation`."""
+        generation = Generation(
+            max_tokens=most,
+            top_logprobs=top,
+            grammar=grammar,
+            temperature=settings.temperature if self.temperature is None else self.temperature,
+            top_p=settings.top_p if self.top_p is None else self.top_p,
+            **more,
+        )
+        return {
+            "id": id,
+            "model": self.model,
+            "generation": generation,
+            "selector": self.selector,
+            "options": self.options,
+            "deadline_s": self.deadline,
+            "cite": self.citations,
+        }
+
 
 class AnswerBody(AskBody):
     """How an answer is written: the fields that chat and completions share."""
@@ -116,34 +137,19 @@ class AnswerBody(AskBody):
         """How many are wanted."""
         return self.n or 1
 
-    def asked(
-        self, settings: Settings, id: str, most: int | None, top: int | None, grammar: Any
-    ) -> dict[str, Any]:
-        """The fields of `AskOptions`; `most`, `top` and `grammar` as `Generation` has them."""
+    def ask_options(self, *shared: Any, **more: Any) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        generation = Generation(
-            max_tokens=most,
-            temperature=settings.temperature if self.temperature is None else self.temperature,
-            top_p=settings.top_p if self.top_p is None else self.top_p,
+        fields = super().ask_options(
+            *shared,
             seed=None if self.seed is None else self.seed % 2**63,
             stop=tuple(filter(None, stop)),
-            top_logprobs=top,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            grammar=grammar,
             ignore_end=self.ignore_eos,
+            **more,
         )
-        return {
-            "id": id,
-            "model": self.model,
-            "generation": generation,
-            "n": self.answers,
-            "selector": self.selector,
-            "options": self.options,
-            "deadline_s": self.deadline,
-            "cite": self.citations,
-        }
+        return {**fields, "n": self.answers}
 
 
 class Cost(BaseModel):
@@ -182,8 +188,8 @@ def finite(logprob: float | None) -> float:
     return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
-class AnswerReply(ABC):
-    """A `streaming.Reply` of choices: as an `answer`, and in chunks of the kind `part`."""
+class AnswerReply(Reply, ABC):
+    """A reply of choices: as an `answer`, and in chunks of the kind `part`."""
 
     answer: type[BaseModel]
     part: type[BaseModel]
@@ -204,12 +210,6 @@ class AnswerReply(ABC):
     @abstractmethod
     async def choice(self, part: int, index: int, one: WrittenAnswer) -> BaseModel:
         """Answer `index` of a request as a choice."""
-
-    def begin(self) -> Iterable[BaseModel]:
-        return ()
-
-    def failed(self, refusal: Refusal) -> BaseModel:
-        return refusal.error
 
     def collect(self, part: int, event: Event) -> None:
         self.answered[part].add(event)

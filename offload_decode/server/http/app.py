@@ -70,7 +70,6 @@ def guard(app: FastAPI, access: Access, most: int, uploads: int) -> None:
 
 # An app behind a port: uvicorn, until it is told to stop.
 
-BACKLOG = 1024
 _LATE_S = 5  # after which connections are cut, whatever they still do
 
 
@@ -78,7 +77,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket on which connections wait from now on. Raises `ConfigError`."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             another = f"choose another, such as --port {port + 1}"

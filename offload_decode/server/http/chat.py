@@ -176,7 +176,7 @@ def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
     top = (body.top_logprobs or 0) if body.logprobs else None
     chosen = body.tool_choice
     return ChatRequest(
-        **body.asked(settings, new_id("chatcmpl"), most, top, _grammar(body.response_format)),
+        **body.ask_options(settings, new_id("chatcmpl"), most, top, json_grammar(body.response_format)),
         messages=plain(body.messages),
         tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
         tool_choice=chosen.model_dump() if isinstance(chosen, NamedTool) else chosen,
@@ -188,7 +188,8 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_unset=True) for message in messages]
 
 
-def _grammar(form: SimpleFormat | SchemaFormat | None) -> dict[str, Any] | None:
+def json_grammar(form: SimpleFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    """A `response_format` as `Generation.grammar`."""
     if isinstance(form, SchemaFormat):
         return {"json_schema": form.json_schema.json_schema}
     return {"json_object": True} if form is not None and form.type == "json_object" else None

@@ -67,11 +67,8 @@ class CompletionBody(AnswerBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [[int(token) for token in self.prompt if isinstance(token, int)]]
-        return [one for one in self.prompt if not isinstance(one, int)]
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast(list[str | list[int]], [self.prompt] if single else self.prompt)
 
 
 class CompletionAnswer(Completion, Cost):
@@ -182,7 +179,7 @@ def _asked(settings: Settings, body: CompletionBody, id: str) -> list[Completion
         raise WrongField("citations are of one prompt, and here are several", "citations")
     return [
         CompletionRequest(
-            **body.asked(settings, f"{id}-{number}", most, body.logprobs, None),
+            **body.ask_options(settings, f"{id}-{number}", most, body.logprobs, None),
             prompt=prompt,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
@@ -238,10 +235,10 @@ class CompletionReply(AnswerReply):
         log-probability, and is None in both lists of them.
         """
         texts = await self.texts(tokens)
-        own = [texts[one.token] for one in tokens]
+        pieces = [texts[one.token] for one in tokens]
         return Logprobs.model_construct(
-            text_offset=list(accumulate(map(len, own[:-1]), initial=offset)) if own else [],
-            tokens=own,
+            text_offset=list(accumulate(map(len, pieces[:-1]), initial=offset)) if pieces else [],
+            tokens=pieces,
             token_logprobs=cast(
                 list[float], [None if one.logprob is None else finite(one.logprob) for one in tokens]
             ),

@@ -71,9 +71,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **RESPONSES}
 """Of routes whose answers may be streamed."""
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
-_WRONG = (ConfigError, UnknownIndex, NotCompiled, CorpusError)
 _KINDS: Mapping[type, tuple[int, str | None]] = {
-    **dict.fromkeys(_WRONG, (400, None)),
+    **dict.fromkeys((ConfigError, UnknownIndex, NotCompiled, CorpusError), (400, None)),
     ReadOnly: (403, "read_only"),
     NoSuchName: (404, "model_not_found"),
     StoreNotFound: (404, "model_not_found"),
@@ -167,8 +166,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        number = given if _ID.fullmatch(given) else uuid4().hex
+        id = Headers(scope=scope).get(HEADER, "")
+        number = id if _ID.fullmatch(id) else uuid4().hex
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
         with logged_request(level, request_id=number, method=scope["method"]) as fields:
 
@@ -255,9 +254,9 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def status(request: Request, error: HTTPException) -> Response:
-        own = {"Allow": allowed(request)} if error.status_code == 405 else {}
+        methods = {"Allow": allowed(request)} if error.status_code == 405 else {}
         message = _SENTENCES.get(error.status_code, str(error.detail))
-        return Refusal(error.status_code, message, **{**(error.headers or {}), **own})
+        return Refusal(error.status_code, message, **{**(error.headers or {}), **methods})
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:

@@ -85,7 +85,7 @@ class Front:
                             await begun.send(message)
                 return
             except Lost:
-                if begun.told:
+                if begun.answered:
                     raise  # the connection is cut, so that nobody takes half an answer for a whole one
                 if not left:
                     await begun.fail(Busy("the servers that had this request were lost: try again", 2))
@@ -95,14 +95,14 @@ class Front:
 
 
 class PendingResponse:
-    """A response on its way out, which may begin anew as long as nothing of an answer has been `told`:
+    """A response on its way out, which may begin anew until the answer itself has begun (`answered`):
     comments that keep a connection open are no answer.
     """
 
     def __init__(self, wire: Scope, receive: Receive, send: Send):
         self._wire, self._receive, self._send = wire, receive, send
         self._start: Message | None = None
-        self._started = self.told = False
+        self._started = self.answered = False
 
     async def send(self, message: Message) -> None:
         """The next message. The first one is held back until a body comes."""
@@ -114,7 +114,7 @@ class PendingResponse:
             self._started = True
             await self._send(self._start)
         body = message.get("body", b"")
-        self.told = self.told or not body.startswith(b":") or not message.get("more_body", False)
+        self.answered = self.answered or not body.startswith(b":") or not message.get("more_body", False)
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
@@ -145,12 +145,12 @@ async def run(app: ASGIApp, scope: Mapping[str, Any], body: bytes) -> AsyncGener
     together. When the iterator is closed the app is told that the client has gone.
     """
     queue: asyncio.Queue[Message | None] = asyncio.Queue()
-    given = [{"type": "http.request", "body": body, "more_body": False}]
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
     closed = asyncio.Event()
 
     async def receive() -> Message:
-        if given:
-            return given.pop()
+        if unread:
+            return unread.pop()
         await closed.wait()
         return {"type": "http.disconnect"}
 
@@ -185,8 +185,8 @@ async def _name(scope: Scope, body: bytes) -> str:
         query: dict[str, list[str]] = parse_qs(scope["query_string"].decode("latin-1"))
         return query.get("model", [""])[0][:_LONGEST]
     try:
-        said = await asyncio.to_thread(json.loads, body)
+        fields = await asyncio.to_thread(json.loads, body)
     except (ValueError, RecursionError):
         return ""  # a replica says what is wrong with it
-    name = said.get("model") if isinstance(said, dict) else None
+    name = fields.get("model") if isinstance(fields, dict) else None
     return name if isinstance(name, str) and len(name) <= _LONGEST else ""

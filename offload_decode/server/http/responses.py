@@ -1,12 +1,12 @@
-"""`/v1/responses`: OpenAI's newer form of a chat, translated to `/v1/chat/completions`; and its answer as it
-grows, and its stream of events, in openai's own types.
+"""`/v1/responses`: OpenAI's newer form of a chat; and its answer as it grows, and its stream of events, in
+openai's own types.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -29,18 +29,18 @@ from offload_decode.server.http.answers import (
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
-    ChatBody,
     Function,
     NamedFunction,
     Schema,
     SimpleFormat,
-    chat_request,
+    json_grammar,
 )
 from offload_decode.server.http.errors import STREAMED, Refusal
-from offload_decode.server.http.streaming import respond
-from offload_decode.server.messages import answer_object
+from offload_decode.server.http.streaming import Reply, respond
+from offload_decode.server.messages import answer_object, call_object
 from offload_decode.server.prefix_cache import RecentlyUsed
-from offload_decode.server.requests import Delta, Done, Ended, Event, ToolCall, WrongField
+from offload_decode.server.requests import Delta, Done, Ended, Event, Settings, ToolCall, WrongField
+from offload_decode.server.service import ChatRequest
 
 MOST_BYTES = 64 << 20
 """Of the conversations that clients may continue by the id of a response."""
@@ -128,7 +128,7 @@ def router() -> APIRouter:
             if body.store is not False:
                 conversations.keep(id, json.dumps([*messages, answer]))
 
-        asked = chat_request(service.settings, _chat_body(body, messages))
+        asked = _chat_request(service.settings, body, messages)
         return await respond(request, [partial(service.chat, asked)], ResponseReply(body, keep), body.stream)
 
     return routes
@@ -145,56 +145,44 @@ def _before(body: ResponsesBody, conversations: Conversations) -> list[dict[str,
     return messages
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
     """What is new in this request, as messages of a chat."""
-    if isinstance(body.input, str):
-        return [{"role": "user", "content": body.input}]
-    return [message for number, item in enumerate(body.input) for message in _message(number, item)]
-
-
-def _message(number: int, item: Item) -> Iterator[dict[str, Any]]:
-    match item.type:
-        case "message" if item.role is not None:
-            yield {"role": item.role, "content": _text(item.content)}
-        case "function_call" if item.name is not None and item.arguments is not None:
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id or "", "type": "function", "function": function}
-            yield {"role": "assistant", "content": None, "tool_calls": [call]}
-        case "function_call_output":
-            yield {"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}
-        case "reasoning":
-            pass
-        case _:
-            place = f"input[{number}]"
-            raise WrongField(f"{place} is a {item.type} that lacks what makes one", place)
+    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for number, item in enumerate(items):
+        match item.type:
+            case "message" if item.role is not None:
+                yield {"role": item.role, "content": _text(item.content)}
+            case "function_call" if item.name is not None and item.arguments is not None:
+                call = call_object(ToolCall(item.call_id or "", item.name, item.arguments))
+                yield {"role": "assistant", "content": None, "tool_calls": [call]}
+            case "function_call_output":
+                yield {"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}
+            case "reasoning":
+                pass
+            case _:
+                place = f"input[{number}]"
+                raise WrongField(f"{place} is a {item.type} that lacks what makes one", place)
 
 
 def _text(content: str | list[ContentPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or [])
 
 
-def _chat_body(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
-    """The same request, of `/v1/chat/completions`. Instructions are of this turn alone, as OpenAI has it."""
-    told = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    shared = {"model", "temperature", "top_p", "selector", "options", "deadline", "citations"}
+def _chat_request(settings: Settings, body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatRequest:
+    """The same, of a chat. Instructions are of this turn alone, as OpenAI has it."""
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     form = None if body.text is None else body.text.format
-    given = body.model_dump(include=shared) | {
-        "messages": [*told, *messages],
-        "max_completion_tokens": body.max_output_tokens,
-        "response_format": form and form.model_dump(),
-        "tool_choice": body.tool_choice,
-    }
-    if isinstance(form, NamedSchema):
-        named = {"name": form.name, "schema": form.json_schema}
-        given["response_format"] = {"type": form.type, "json_schema": named}
-    if isinstance(body.tool_choice, FlatNamedTool):
-        given["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-    if body.tools:
-        given["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
-        ]
-    return ChatBody.model_validate(given)
+    grammar = {"json_schema": form.json_schema} if isinstance(form, NamedSchema) else json_grammar(form)
+    functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools or ()]
+    chosen: Any = body.tool_choice
+    if isinstance(chosen, FlatNamedTool):
+        chosen = {"type": "function", "function": {"name": chosen.name}}
+    return ChatRequest(
+        **body.ask_options(settings, new_id("chatcmpl"), body.max_output_tokens, None, grammar),
+        messages=[*system, *messages],
+        tools=[{"type": "function", "function": function} for function in functions] or None,
+        tool_choice=chosen,
+    )
 
 
 def _echoed(body: ResponsesBody) -> dict[str, Any]:
@@ -212,12 +200,10 @@ def _echoed(body: ResponsesBody) -> dict[str, Any]:
     }
 
 
-class ResponseReply:
-    """A `streaming.Reply`: a message, if there is a text, and the tool calls. Each event of the service makes
+class ResponseReply(Reply):
+    """As a message, if there is a text, and the tool calls. Each event of the service makes
     some of the stream's. `keep` takes the id of the response and, as a chat's message, the whole answer.
     """
-
-    end = b""
 
     def __init__(self, body: ResponsesBody, keep: Callable[[str, dict[str, Any]], None]):
         self._cite, self._keep = body.citations, keep

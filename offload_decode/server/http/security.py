@@ -43,11 +43,11 @@ def read_keys(path: Path) -> tuple[str, ...]:
     """The keys of a file, one a line. Raises `ConfigError`."""
     try:
         with path.open("rb") as file:
-            held = file.read(_MOST_KEY_BYTES + 1)
-        keys = tuple(line.strip() for line in held.decode().splitlines() if line.strip())
+            content = file.read(_MOST_KEY_BYTES + 1)
+        keys = tuple(line.strip() for line in content.decode().splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: give a text file, a key in each line") from error
-    if not keys or len(held) > _MOST_KEY_BYTES:
+    if not keys or len(content) > _MOST_KEY_BYTES:
         raise ConfigError(f"{path} must hold a key in each line, and no more than 64 KiB")
     return keys
 
@@ -64,11 +64,11 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refused = self._refused(scope)
+        read, most = 0, self.uploads if scope["path"].startswith(DOCUMENTS) else self.most
+        refused = self._refused(scope, most)
         if refused is not None:
             await refused(scope, receive, send)
             return
-        read, most = 0, self._most(scope)
 
         async def counted() -> Message:
             nonlocal read
@@ -80,30 +80,27 @@ class Guard:
 
         await self.app(scope, counted, send)
 
-    def _most(self, scope: Scope) -> int:
-        return self.uploads if scope["path"].startswith(DOCUMENTS) else self.most
-
-    def _refused(self, scope: Scope) -> Refusal | None:
+    def _refused(self, scope: Scope, most: int) -> Refusal | None:
         headers, path = Headers(scope=scope), scope["path"]
         host = headers.get("host", "")
         if self.access.hosts and _name(host) not in self.access.hosts:
             return Refusal(403, f"this server does not answer to the name {_name(host)[:80]!r}", "wrong_host")
         if not (path in OPEN or path.startswith(OPEN_FOLDER) or self._opened(headers)):
-            said = "give the server's key, as Authorization: Bearer KEY"
-            return Refusal(401, said, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
+            message = "give the server's key, as Authorization: Bearer KEY"
+            return Refusal(401, message, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
         if scope["method"] not in ("GET", "HEAD", "OPTIONS") and self._foreign(headers.get("origin"), host):
             return Refusal(
                 403, "pages of that origin may not ask here: start the server with --cors ORIGIN", "origin"
             )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > (most := self._most(scope)):
+        if length.isdecimal() and int(length) > most:
             return Refusal(413, _too_large(most), "too_large")
         return None
 
     def _opened(self, headers: Headers) -> bool:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        own = given.strip().encode("latin-1")
-        fits = [hmac.compare_digest(own, key.encode()) for key in self.access.keys]
+        kind, _, credentials = headers.get("authorization", "").partition(" ")
+        key_sent = credentials.strip().encode("latin-1")
+        fits = [hmac.compare_digest(key_sent, key.encode()) for key in self.access.keys]
         return not fits or (kind.lower() == "bearer" and any(fits))
 
     def _foreign(self, origin: str | None, host: str) -> bool:

@@ -28,7 +28,7 @@ from offload_decode.server.http.answers import AppService, Body, Name, Option, S
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
 from offload_decode.server.job import Job, Upload
 from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
-from offload_decode.server.requests import NoSuchName, TooLarge, WrongField
+from offload_decode.server.requests import TooLarge, WrongField
 from offload_decode.server.service import Service
 from offload_decode.store.reader import KVStore
 
@@ -178,29 +178,27 @@ def router() -> APIRouter:
     @routes.get("/v1/stores", **more)
     def stores(service: AppService) -> Listed[StoreAnswer]:
         """All stores."""
-        entries = service.catalog.entries()
-        return Listed(data=[StoreAnswer(**_fields(entry)) for entry in entries if entry.path is not None])
+        entries = [entry for entry in service.catalog.entries() if entry.path is not None]
+        return Listed(data=[StoreAnswer(**_fields(entry, "recall", "digest")) for entry in entries])
 
     @routes.post("/v1/stores", status_code=202, openapi_extra=_body(NewStore), **more)
     async def create(request: Request, service: AppService) -> JobAnswer:
         """Make a store: as JSON, or as a form with the same fields and files (text, HTML, PDF, Word)."""
         async with _sent(request, NewStore, service.settings.max_body) as (asked, documents):
-            how = asked.model_dump(include={"kv", "method", "options", "index"})
-            how |= asked.model_dump(include={"dtype", "weights"}, exclude_none=True)
+            fields = asked.model_dump(include={"kv", "method", "options", "index"})
+            fields |= asked.model_dump(include={"dtype", "weights"}, exclude_none=True)
             if asked.text is not None:
                 documents = [_upload(asked.name, asked.text), *documents]
-            job = await run_sync(partial(service.jobs.prefill, asked.name, asked.model, documents, **how))
+            job = await run_sync(partial(service.jobs.prefill, asked.name, asked.model, documents, **fields))
         return _job(service, job)
 
     @routes.get("/v1/stores/{name}", **more)
     def store(service: AppService, name: Name) -> StoreDetails:
         """One store, with its documents."""
-        entry = service.catalog.entry(name)
-        if entry.path is None:
-            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
-        opened = KVStore.open(entry.path)
+        entry, path = service.jobs.store(name)
+        opened = KVStore.open(path)
         return StoreDetails(
-            **_fields(entry),
+            **_fields(entry, "recall", "digest"),
             spans=[Span(name=one.name, start=one.start, end=one.end) for one in opened.documents],
             bytes=sum(opened.cost().values()),
             dtype=opened.manifest.dtype,
@@ -307,27 +305,17 @@ def _upload(name: str, text: str) -> Upload:
 
 
 def _model(entry: Entry) -> ServedModel:
-    return ServedModel(
-        id=entry.name,
-        object="model",
-        created=entry.created,
-        owned_by="offload-decode",
-        root=entry.base,
-        parent=None if entry.path is None else entry.base,
-        tokens=entry.tokens,
-        documents=entry.documents,
-    )
+    parent = None if entry.path is None else entry.base
+    return ServedModel(object="model", owned_by="offload-decode", parent=parent, **_fields(entry))
 
 
-def _fields(entry: Entry) -> dict[str, Any]:
-    names = ("created", "tokens", "documents", "recall", "digest")
+def _fields(entry: Entry, *more: str) -> dict[str, Any]:
+    names = ("created", "tokens", "documents", *more)
     return {"id": entry.name, "root": entry.base, **{name: getattr(entry, name) for name in names}}
 
 
 def _job(service: Service, job: Job) -> JobAnswer:
-    error = None
-    if job.error is not None:
-        error = JobError(message=without_paths(job.error, known_names(service)))
+    reason = None if job.error is None else without_paths(job.error, known_names(service))
     return JobAnswer(
         id=job.id,
         kind=job.work.kind,
@@ -339,5 +327,5 @@ def _job(service: Service, job: Job) -> JobAnswer:
         finished_at=None if job.ended is None else int(job.ended),
         progress=service.jobs.progress(job.id),
         result=job.result,
-        error=error,
+        error=None if reason is None else JobError(message=reason),
     )

@@ -40,11 +40,15 @@ class Reply(Protocol):
     which `begin` opens and `end` closes, or what was collected as a `whole`.
     """
 
-    end: bytes
+    end: bytes = b""
 
-    def begin(self) -> Iterable[BaseModel]: ...
+    def begin(self) -> Iterable[BaseModel]:
+        return ()
+
+    def failed(self, refusal: Refusal) -> BaseModel:
+        return refusal.error
+
     def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]: ...
-    def failed(self, refusal: Refusal) -> BaseModel: ...
     def collect(self, part: int, event: Event) -> None: ...
     async def whole(self) -> BaseModel: ...
 

@@ -98,17 +98,11 @@ def test_what_it_sends_is_what_openai_sends(url):
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": ["a"] * 129}, "prompt"),
+        *(({"prompt": wrong}, "prompt") for wrong in ([], [[]], [-1], ["a", 1], ["a"] * 129)),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": -1}, "logprobs"),
+        *(({"max_tokens": wrong}, "max_tokens") for wrong in (0, -1)),
+        *(({"logprobs": wrong}, "logprobs") for wrong in (21, -1)),
         ({"prompt": ["a", "b"], "citations": True}, "citations"),
     ],
 )

@@ -19,6 +19,7 @@ from offload_decode.server.http.front import STORES, TRIES, Lost, create_front, 
 from offload_decode.server.http.security import Access
 from offload_decode.server.requests import Busy
 from tests.server.http.conftest import listening
+from tests.server.test_catalog import until
 
 CHUNKS = ["data: one\n\n", "data: two\n\n"]
 
@@ -168,10 +169,7 @@ def test_a_client_that_hangs_up_is_dropped_by_its_replica(base, replicas):
     body = {"model": "book", "pause": 30}
     with httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
         assert next(answer.iter_lines()) == "data: one"
-    until = time.monotonic() + 5
-    while not replicas.left and time.monotonic() < until:
-        time.sleep(0.01)
-    assert replicas.left == ["book"]
+    until(lambda: replicas.left == ["book"], 5)
 
 
 def test_pieces_arrive_as_they_are_written(base):

@@ -14,7 +14,8 @@ from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.server.http.security import LOOPBACK, read_keys
 from offload_decode.server.requests import Settings
 
-MODELS = "/v1/models"
+MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
+BODY = {"model": "book", "prompt": "a"}
 
 
 def test_a_key_opens(serve):
@@ -51,7 +52,7 @@ def test_keys_of_a_file(tmp_path):
 def test_a_body_is_read_up_to_a_limit(serve):
     url = serve(Settings(max_body=1000))
     body = {"model": "book", "prompt": "a" * 900}
-    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    assert httpx.post(url + COMPLETIONS, json=body).status_code == 200
 
     def pieces() -> Iterator[bytes]:
         yield b'{"model": "book", "prompt": "'
@@ -60,7 +61,7 @@ def test_a_body_is_read_up_to_a_limit(serve):
 
     given = {"Content-Type": "application/json"}
     for content in (b"x" * 1001, pieces()):
-        answer = httpx.post(f"{url}/v1/completions", content=content, headers=given)
+        answer = httpx.post(url + COMPLETIONS, content=content, headers=given)
         assert answer.status_code == 413
         assert "1,000 bytes" in answer.json()["error"]["message"]
 
@@ -74,11 +75,10 @@ def test_only_names_of_loopback_where_there_is_no_key(serve):
 
 
 def test_pages_of_other_origins_are_kept_out(url):
-    body = {"model": "book", "prompt": "a"}
-    own = httpx.post(f"{url}/v1/completions", json=body, headers={"Origin": url})
+    own = httpx.post(url + COMPLETIONS, json=BODY, headers={"Origin": url})
     assert own.status_code == 200
     for origin in ("https://other.example", "null"):
-        other = httpx.post(f"{url}/v1/completions", json=body, headers={"Origin": origin})
+        other = httpx.post(url + COMPLETIONS, json=BODY, headers={"Origin": origin})
         assert other.status_code == 403
         assert "access-control-allow-origin" not in other.headers
 
@@ -86,13 +86,12 @@ def test_pages_of_other_origins_are_kept_out(url):
 def test_pages_of_origins_that_were_let_in_may_ask(serve):
     url, origin = serve(origins=("https://chat.example",), keys=("sesame",)), "https://chat.example"
     before = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-    allowed = httpx.options(f"{url}/v1/completions", headers=before)
+    allowed = httpx.options(url + COMPLETIONS, headers=before)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, origin)
-    refused = httpx.post(f"{url}/v1/completions", json={}, headers={"Origin": origin})
+    refused = httpx.post(url + COMPLETIONS, json={}, headers={"Origin": origin})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin)
-    body = {"model": "book", "prompt": "a"}
     given = {"Origin": origin, "Authorization": "Bearer sesame"}
-    assert httpx.post(f"{url}/v1/completions", json=body, headers=given).status_code == 200
+    assert httpx.post(url + COMPLETIONS, json=BODY, headers=given).status_code == 200
 
 
 def test_errors_of_the_wire_have_openais_shape(url):
@@ -132,7 +131,7 @@ def test_no_path_of_the_server_is_told(url, service, caplog):
         "/srv/stores/book.kv: the file '/srv/stores/book.kv/c/0/0' or ../x/secret.bin (of /srv/models/tiny, "
         "see https://example.org/a/b) is cut off"
     )
-    answer = httpx.post(f"{url}/v1/completions", json={"model": "book", "prompt": "a"})
+    answer = httpx.post(url + COMPLETIONS, json=BODY)
     said = answer.json()["error"]["message"]
     assert answer.status_code == 500
     assert said == (

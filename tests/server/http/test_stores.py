@@ -25,6 +25,7 @@ __all__ = ["says"]
 
 JSON = {"Content-Type": "application/json"}
 PAGE = b"<p>Hello</p>"
+WRONG_NAMES = ("../x", "a/b", "a\nb", "x" * 101, "x" * 10_000, 7)
 
 
 @pytest.fixture
@@ -183,12 +184,7 @@ def test_a_store_is_deleted(client, shelf):
 @pytest.mark.parametrize(
     ("sent", "status", "param"),
     [
-        ({"json": {"name": "../x", "text": "a"}}, 400, "name"),
-        ({"json": {"name": "a/b", "text": "a"}}, 400, "name"),
-        ({"json": {"name": "a\nb", "text": "a"}}, 400, "name"),
-        ({"json": {"name": "x" * 101, "text": "a"}}, 400, "name"),
-        ({"json": {"name": "x" * 10_000, "text": "a"}}, 400, "name"),
-        ({"json": {"name": 7, "text": "a"}}, 400, "name"),
+        *(({"json": {"name": wrong, "text": "a"}}, 400, "name") for wrong in WRONG_NAMES),
         ({"json": {"text": "a"}}, 400, "name"),
         ({"json": {"name": "x"}}, 400, "documents"),
         ({"json": {"name": "x", "documents": [{"name": "a"}]}}, 400, "documents[0].text"),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 from openai import BadRequestError, OpenAI
 
 from offload_decode.config import EngineConfig
-from offload_decode.prefill_jobs.job import Settings as PrefillSettings
-from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.http.app import create_app
 from offload_decode.server.requests import Settings
 from offload_decode.server.service import Service
+from tests.server.conftest import prefilled
 from tests.server.http.conftest import listening
 from tests.server.test_tool_calls import TEMPLATES, TOOLS
 from tests.tiny import text_model, tiny_tokenizer
@@ -26,6 +26,8 @@ SCHEMA = {
 }
 ASKED = [{"role": "user", "content": "Which word?"}]
 NAMED = {"type": "function", "function": {"name": "look_up"}}
+UNWRITABLE = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "x"}}}
 HOW = {"model": "book", "max_tokens": 400, "tools": TOOLS, "tool_choice": NAMED}
 
 
@@ -38,20 +40,12 @@ def client(tmp_path_factory):
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)
-    prefill(
-        str(folder / "book.txt"),
-        model=str(folder / "model"),
-        out=folder / "stores" / "book.kv",
-        settings=PrefillSettings(options={"chunk": 64}),
-    )
-    service = Service(Catalog([folder / "stores"]), Settings(config=EngineConfig(selector="dense")))
-    try:
+    prefilled(folder, "book", "The quick brown fox jumps over the lazy dog. " * 5, folder / "model")
+    settings = Settings(config=EngineConfig(selector="dense"))
+    with closing(Service(Catalog([folder / "stores"]), settings)) as service:
         service.loaded_models.preload(service.catalog.entries()[0]).result(timeout=120)
         with listening(create_app(service)) as url:
             yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-    finally:
-        service.close()
 
 
 def test_an_answer_is_json_of_its_schema(client):
@@ -93,25 +87,9 @@ def test_a_call_comes_whole_and_in_a_stream_and_its_answer_goes_on(client):
     ("changed", "param"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
-                "tool_choice": "required",
-            },
-            "tools",
-        ),
+        ({"tools": [UNWRITABLE], "tool_choice": "required"}, "tools"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        (
-            {
-                "tools": None,
-                "tool_choice": None,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "it", "schema": {"type": "x"}},
-                },
-            },
-            "response_format",
-        ),
+        ({"tools": None, "tool_choice": None, "response_format": NO_SCHEMA}, "response_format"),
     ],
 )
 def test_what_cannot_be_is_named(client, changed, param):

@@ -21,7 +21,7 @@ _HEADERS = {
 def router() -> APIRouter:
     """The page at `/`, and what it is made of under `/page/`."""
     routes = APIRouter(include_in_schema=False)
-    held = {
+    parts = {
         file.name: (file.read_bytes(), kind)
         for file in files(__name__).iterdir()
         if (kind := KINDS.get("." + file.name.rpartition(".")[2]))
@@ -29,9 +29,9 @@ def router() -> APIRouter:
 
     @routes.get("/page/{name}")
     def part(name: str) -> Response:
-        if name not in held:
+        if name not in parts:
             raise HTTPException(404, "the page has no such part")
-        content, kind = held[name]
+        content, kind = parts[name]
         return Response(content, media_type=kind, headers=_HEADERS)
 
     @routes.get("/")
