@@ -186,12 +186,10 @@ def prefill_tokens(
     out: Path,
     settings: Settings = Settings(),
     *,
-    template: str = "plain",
-    skipped: tuple[Skipped, ...] = (),
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """`prefill` with a corpus that is tokens already."""
-    return _write(loaded, _planned(loaded, tokens, documents, settings, template, skipped), out, progress)
+    return _write(loaded, _planned(loaded, tokens, documents, settings), out, progress)
 
 
 def prepare(
@@ -260,8 +258,8 @@ def _planned(
     tokens: Tokens,
     documents: list[Document],
     settings: Settings,
-    template: str,
-    skipped: tuple[Skipped, ...],
+    template: str = "plain",
+    skipped: tuple[Skipped, ...] = (),
 ) -> Work:
     chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
     method = create(settings.method, {**settings.stated, "chunk": chunk}, loaded.shape)

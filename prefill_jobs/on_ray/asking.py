@@ -125,5 +125,5 @@ def answer_on_ray(
         batches = [QuestionBatch(os.path.abspath(one.store), one.questions) for one in batches]
     stores = tuple(dict.fromkeys(one.store for one in batches))
     setup = AskSetup(stores, remote, config, cluster.caps, max_new_tokens, cites)
-    with pool_of(cluster, config.device, Asker, setup, len(batches), remote is not None) as pool:
+    with pool_of(cluster, config.device, Asker, [setup], len(batches), remote is not None) as pool:
         yield from pool.run(batches, "answered", watch)

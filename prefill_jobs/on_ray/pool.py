@@ -20,11 +20,14 @@ from offload_decode.prefill_jobs.on_ray.workers import (
     POLL_S,
     TRIES,
     Cluster,
+    Lost,
     Reply,
     TryAgain,
     Worker,
+    all_lost,
     connected,
     installed,
+    received,
     shares,
 )
 
@@ -37,10 +40,6 @@ class Task(Protocol):
 
     @property
     def store(self) -> str: ...
-
-
-class Lost(OffloadDecodeError):
-    """A task has lost its worker `TRIES` times."""
 
 
 class Waiting:
@@ -90,16 +89,16 @@ class Waiting:
 
 
 class Pool:
-    """`count` workers of the class `kind`, made with `setup`, each with a `share` of a machine. `anywhere`:
-    they can do tasks of stores that are not on their machines.
+    """`count` workers `kind(*setup)`, each with a `share` of a machine. `anywhere`: they can do tasks of
+    stores that are not on their machines.
     """
 
     def __init__(
-        self, ray: Any, kind: type[Worker], setup: object, count: int, share: dict[str, int], anywhere: bool
+        self, ray: Any, kind: type[Worker], setup: Any, count: int, share: dict[str, int], anywhere: bool
     ) -> None:
         self.ray, self.anywhere, self.count = ray, anywhere, count
         make = ray.remote(kind).options(**share, **ACTOR_OPTIONS, max_concurrency=2).remote
-        self._make = partial(make, setup)
+        self._make = partial(make, *setup)
         self.workers: list[Any] = []
         self._asked: dict[Any, int] = {}
         self._asked_at = -POLL_S
@@ -135,7 +134,8 @@ class Pool:
                         waiting.add(number)
                         came_back = True
                     else:
-                        yield number, _all_lost(verb, result) if isinstance(result, Lost) else result
+                        lost = isinstance(result, Lost)
+                        yield number, all_lost(verb, result, resumes=True) if lost else result
                     if again:
                         promised[worker.load.remote()] = own, None
                         continue
@@ -158,7 +158,7 @@ class Pool:
             if waiting and came_back and not promised:  # those that could take it may be dismissed
                 came_back, promised = False, self._loading()
         if waiting and unloaded and not here:
-            raise _all_lost("loaded the model", unloaded, "") from unloaded
+            raise all_lost("loaded the model", unloaded) from unloaded
         everywhere = {task.store for task in tasks}
         while (number := waiting.take(everywhere, None)) is not None:
             problem = f"no Ray worker finds a store at {tasks[number].store}"
@@ -173,13 +173,10 @@ class Pool:
 
     def _reply(self, promise: Any) -> Reply:
         """What a worker answered, or `Lost`; raises what it raised."""
-        errors = self.ray.exceptions
         try:
-            reply: Reply = self.ray.get(promise)
-        except errors.RayTaskError as error:
-            raise error.cause or error from error
-        except errors.RayError as error:
-            return Reply(Lost(str(error).strip().splitlines()[0]))
+            reply: Reply = received(self.ray, promise)
+        except Lost as lost:
+            return Reply(lost)
         return reply
 
     def _poll(self, at_work: dict[int, Any]) -> None:
@@ -198,7 +195,7 @@ class Pool:
 
 @contextmanager
 def pool_of(
-    cluster: Cluster, device: str, kind: type[Worker], setup: object, tasks: int, anywhere: bool = False
+    cluster: Cluster, device: str, kind: type[Worker], setup: Any, tasks: int, anywhere: bool = False
 ) -> Iterator[Pool]:
     """Inside, the workers of a cluster for so many tasks. Raises `ConfigError` where Ray is not installed,
     `OffloadDecodeError` where no cluster answers.
@@ -207,10 +204,3 @@ def pool_of(
     with connected(ray, cluster.address):
         count, share = shares(ray, cluster.workers, device, grows=True)
         yield Pool(ray, kind, setup, min(count, tasks), share, anywhere)
-
-
-def _all_lost(verb: str, last: Exception, way_out: str = ", and run the same command again to go on") -> Lost:
-    return Lost(
-        f"{TRIES} Ray workers were lost while they {verb}, the last with: {last}; see that their machines "
-        f"have the memory for it{way_out}"
-    )
