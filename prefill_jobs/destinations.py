@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from offload_decode.common.errors import ConfigError, StoreExists, StoreForeign,
 from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
+from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.store.files import SEAL
 from offload_decode.store.format import Manifest, fingerprint_version
 from offload_decode.store.layout import ROOT, header_of
@@ -22,8 +23,6 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, locked
 from offload_decode.store.writer import refuse_existing
 from offload_decode.types import Document
-
-Progress = Callable[[str, int, int], None]
 
 _SHOWN = {"token_hash": "text", "n_tokens": "length", "rope": "--context"}  # fields in messages
 
