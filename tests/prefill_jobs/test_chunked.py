@@ -17,11 +17,10 @@ from offload_decode.attention.dense import attend_bf16
 from offload_decode.hf.compat import with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs import chunks
-from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document, LayerKind
+from offload_decode.types import LayerKind
 from tests.families import VOCAB
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, token_store
 
 N = 75
 
@@ -30,16 +29,8 @@ def corpus(n=N):
     return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(2)).numpy().astype(np.int32)
 
 
-def prefilled(model, folder, query_samples=1024, **options):
-    tokens = corpus()
-    prefill_tokens(
-        wrap(model),
-        tokens,
-        [Document("all", 0, N)],
-        folder,
-        Settings(options=options, query_samples=query_samples),
-    )
-    return KVStore.open(folder)
+def prefilled(model, folder, chunk, **settings):
+    return KVStore.open(token_store(folder, wrap(model), corpus(), chunk, **settings))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss", "phi3", "mistral-sliding"])
@@ -126,15 +117,10 @@ def test_memory_stays_while_the_store_grows(tmp_path):
     assert long - short < 0.25 * (much - little)
 
 
-HALF_TOKENS, HALF_CHUNK = 300, 64
-
-
 def half_prefilled(folder: Path, kv: str = "auto") -> KVStore:
-    tokens = np.random.default_rng(2).integers(3, VOCAB, HALF_TOKENS).astype(np.int32)
+    tokens = np.random.default_rng(2).integers(3, VOCAB, 300).astype(np.int32)
     model = wrap(tiny_model("llama").to(torch.bfloat16))
-    given = Settings(options={"chunk": HALF_CHUNK}, kv=kv)
-    prefill_tokens(model, tokens, [Document("all", 0, HALF_TOKENS)], folder, given)
-    return KVStore.open(folder)
+    return KVStore.open(token_store(folder, model, tokens, chunk=64, kv=kv))
 
 
 def last_values(store: KVStore) -> np.ndarray:
