@@ -259,13 +259,12 @@ def _forms(loaded: LoadedModel, text: TextDocument, first: bool) -> Iterator[Tok
     """The possible tokens of a document in a store. The `first` one opens the prompt, and is headed by its
     name if others came with it.
     """
-    given = loaded.tokenizer, loaded.prompt
     if first:
-        yield encode_corpus(*given, [text])[0]
-        both, (span, _) = encode_corpus(*given, [text, TextDocument("", "")])
+        yield encode_corpus(loaded.tokenizer, loaded.prompt, [text])[0]
+        both, (span, _) = encode_corpus(loaded.tokenizer, loaded.prompt, [text, TextDocument("", "")])
         yield both[: span.end]
     else:
-        yield encode_further(*given, [text], 0)[0]
+        yield encode_further(loaded.tokenizer, loaded.prompt, [text], 0)[0]
 
 
 def _tidy(store: KVStore) -> None:

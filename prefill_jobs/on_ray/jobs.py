@@ -36,15 +36,16 @@ class Prefiller(Worker):
         self.maker, self.staging, self.caps = maker, staging, caps
 
     def begin(self) -> None:
-        own, model = self.maker, outline(self.maker.model)
-        check_prefill(model, own.settings.chunk, own.dtype, own.device, self.caps, own_memory(), own.weights)
-        apply_caps(self.caps, own.device)
-        _ = own.loaded
+        maker, device, caps = self.maker, self.maker.device, self.caps
+        chunk, dtype, weights = maker.settings.chunk, maker.dtype, maker.weights
+        check_prefill(outline(maker.model), chunk, dtype, device, caps, own_memory(), weights)
+        apply_caps(caps, device)
+        _ = maker.loaded
 
     def run(self, task: Texts) -> PrefillReport:
-        own, place = self.maker, destination_of(task.store, self.staging)
-        work = prepare(own.loaded, task.documents, own.settings, task.skipped)
-        return settled(work, place) or make(own.loaded, work, place, self._note)
+        loaded, place = self.maker.loaded, destination_of(task.store, self.staging)
+        work = prepare(loaded, task.documents, self.maker.settings, task.skipped)
+        return settled(work, place) or make(loaded, work, place, self._note)
 
     def _note(self, stage: str, done: int, total: int) -> None:
         if stage == "prefill":

@@ -119,12 +119,13 @@ class Pool:
         unloaded, came_back, promised, tries = None, False, self._loading(), Counter[int]()
         while promised and (waiting or any(number is not None for _, number in promised.values())):
             for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
-                own, number = promised.pop(promise)
-                worker, reply = self.workers[own], self._reply(promise)
+                index, number = promised.pop(promise)
+                worker, reply = self.workers[index], self._reply(promise)
                 result, again = reply.result, isinstance(reply.result, TryAgain)
                 if reply.stores is not None:
-                    came_back |= own in here and here[own] != reply.stores  # its machine has no worker now
-                    here[own] = reply.stores
+                    # One that runs elsewhere now leaves its machine without a worker.
+                    came_back |= index in here and here[index] != reply.stores
+                    here[index] = reply.stores
                 if number is not None:
                     self._progress.pop(number, None)
                     if isinstance(result, TryAgain):
@@ -137,23 +138,23 @@ class Pool:
                         lost = isinstance(result, Lost)
                         yield number, all_lost(verb, result, resumes=True) if lost else result
                     if again:
-                        promised[worker.load.remote()] = own, None
+                        promised[worker.load.remote()] = index, None
                         continue
                 elif isinstance(result, OffloadDecodeError):
-                    if own not in here and not isinstance(result, Lost):
+                    if index not in here and not isinstance(result, Lost):
                         raise result
                     unloaded = result
                     self.ray.kill(worker)
                     continue
-                following = waiting.take(here[own], number)
+                following = waiting.take(here[index], number)
                 if following is None:
                     self.ray.kill(worker)  # a lost one may wait for its share
                 else:
-                    promised[worker.do.remote(self.ray.put(tasks[following]))] = own, following
+                    promised[worker.do.remote(self.ray.put(tasks[following]))] = index, following
             if not waiting:  # those that still wait for a machine no longer need one
                 for promise in [promise for promise, (_, number) in promised.items() if number is None]:
                     self.ray.kill(self.workers[promised.pop(promise)[0]])
-            self._poll({at: self.workers[own] for own, at in promised.values() if at is not None})
+            self._poll({at: self.workers[index] for index, at in promised.values() if at is not None})
             watch(dict(self._progress))
             if waiting and came_back and not promised:  # those that could take it may be dismissed
                 came_back, promised = False, self._loading()

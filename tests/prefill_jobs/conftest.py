@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prefill_jobs.killing import Runner
+from tests.prefill_jobs.killing import Disk, Runner
 from tests.prefill_jobs.services import (
     BUCKET,
     GoogleXml,
@@ -32,6 +32,14 @@ LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_atte
 def runner() -> Iterator[Runner]:
     with closing(Runner()) as started:
         yield started
+
+
+@pytest.fixture
+def disk(runner: Runner, tmp_path: Path) -> Disk:
+    """A disk of 8 MB, in use by nobody else."""
+    if not runner.has_disks:
+        pytest.skip("small disks need the right to mount a tmpfs (root, or user namespaces)")
+    return Disk(runner, tmp_path / "disk", 8 * 1024 * 1024)
 
 
 @pytest.fixture(scope="session")
