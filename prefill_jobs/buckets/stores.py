@@ -41,11 +41,6 @@ from offload_decode.store.writer import refuse_existing, remove_left
 PARTS = "parts"
 
 
-def exists(url: str) -> bool:
-    """Whether a whole store lies at `url`. Raises `BucketError`, `ConfigError`."""
-    return Bucket(url).seal is not None
-
-
 def check_writable(url: str) -> None:
     """Put a small object beside `url` and remove it, so that hours of work for `url` are not in vain.
 

@@ -13,8 +13,6 @@ from offload_decode.common.errors import OffloadDecodeError
 
 Progress = Callable[[str, int, int], None]
 """Gets the stage, and how much of how much is done."""
-Watch = Callable[[str, int, int, str], None]
-"""Gets also the document, or a word on its place in the whole."""
 
 FILES_AT_ONCE = 8
 _REPORT_EVERY_S = 0.2

@@ -16,6 +16,8 @@ from xml.sax.saxutils import escape
 import boto3
 import pytest
 
+from offload_decode.prefill_jobs.buckets.bucket import Bucket
+
 BUCKET = "bucket"
 """The bucket of the tests on S3."""
 
@@ -172,6 +174,11 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+
+
+def exists(url: str) -> bool:
+    """Whether a whole store lies at `url`."""
+    return Bucket(url).seal is not None
 
 
 def client(service: Service):

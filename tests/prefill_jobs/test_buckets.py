@@ -28,7 +28,7 @@ from offload_decode.prefill_jobs import buckets
 from offload_decode.prefill_jobs.buckets.stores import pulling_path
 from offload_decode.store.files import SEAL, SUMS
 from offload_decode.store.reader import verify_store
-from tests.prefill_jobs.services import BUCKET, objects
+from tests.prefill_jobs.services import BUCKET, exists, objects
 from tests.store.jobs import tree
 
 
@@ -42,9 +42,9 @@ def indexes(store: Path) -> dict[str, bytes]:
 
 
 def test_push_and_pull_give_the_same_store_and_indexes_and_keep_what_is_there(place, stores, tmp_path):
-    assert not buckets.exists(place)
+    assert not exists(place)
     pushed = buckets.push(stores / "a.kv", place)
-    assert buckets.exists(place)
+    assert exists(place)
     stages: list[tuple[str, int, int]] = []
     pulled = buckets.pull(place, tmp_path / "back.kv", progress=lambda *step: stages.append(step))
     assert tree(stores / "a.kv") == tree(tmp_path / "back.kv")
@@ -129,7 +129,7 @@ def test_push_cut_off_at_any_request_resumes(s3, stores, tmp_path):
         s3.requests, s3.refuse_after = s3.requests[:cut], None
         first = set(s3.sent("PUT"))
         s3.requests.clear()
-        whole = buckets.exists(url)
+        whole = exists(url)
         if not whole:
             with pytest.raises((StoreIncomplete, StoreNotFound)):
                 buckets.pull(url, tmp_path / "early.kv")
@@ -198,7 +198,7 @@ def test_killed_push_and_killed_pull_resume(s3, url, stores, tmp_path):
     time.sleep(0.2)  # what the server had accepted ends
     put = set(s3.sent("PUT"))
     s3.requests.clear()
-    assert not buckets.exists(url)
+    assert not exists(url)
     moved = buckets.push(stores / "a.kv", url)
     assert moved.skipped_files >= len(put) - buckets.transfer.FILES_AT_ONCE
     assert moved.files + moved.skipped_files == moved_in_all(stores)

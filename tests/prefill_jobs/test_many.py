@@ -20,13 +20,13 @@ from offload_decode.common.errors import (
     StoreMismatch,
 )
 from offload_decode.prefill_jobs import destinations, many
-from offload_decode.prefill_jobs.buckets import exists, pull
+from offload_decode.prefill_jobs.buckets import pull
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, jobs_of, prefill_many
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
 from tests.prefill_jobs.killing import tree
-from tests.prefill_jobs.services import BUCKET
+from tests.prefill_jobs.services import BUCKET, exists
 
 SETTINGS = Settings(options={"chunk": "32"})
 
