@@ -72,9 +72,7 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
         # Where all of the store is there already, earlier indexes stay.
         kept = parse_sums(bucket, before) if before and (whole or not own) else {}
         index_list = render(kept | own) if own else before
-        items = _pushed_items(root, bucket.name, sums) + _pushed_items(
-            indexes_folder(root), bucket.indexes, own
-        )
+        items = _to_push(root, bucket.name, sums) + _to_push(indexes_folder(root), bucket.indexes, own)
         there = _sent(bucket, items, progress)
         sent, _ = move(items, there, lambda item, meter: send(bucket, item, meter), "push", progress)
         lists = {f"{bucket.indexes}/{SUMS}": index_list} if index_list else {}
@@ -152,7 +150,7 @@ def _index_sums(store: Path, progress: Progress) -> dict[str, str]:
     return hash_files(folder, names, lambda done, total: progress("hash indexes", done, total))
 
 
-def _pushed_items(root: Path, key: str, sums: dict[str, str]) -> list[Item]:
+def _to_push(root: Path, key: str, sums: dict[str, str]) -> list[Item]:
     return [Item(root / name, f"{key}/{name}", (root / name).stat().st_size, sums[name]) for name in sums]
 
 
@@ -218,8 +216,8 @@ def pull(
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
     index_sums = parse_sums(bucket, found) if found else {}
     root = path if is_store else partial / STORE
-    items = _pulled_items(bucket, bucket.name, root, sums)
-    items += _pulled_items(bucket, bucket.indexes, indexes_folder(path), index_sums)
+    items = _to_pull(bucket, bucket.name, root, sums)
+    items += _to_pull(bucket, bucket.indexes, indexes_folder(path), index_sums)
     if is_store:
         if not _is_exactly(path, bucket, listed, items, progress):
             refuse_existing(path, partial)
@@ -263,7 +261,7 @@ def pull(
     return replace(fetched, seconds=time.perf_counter() - began)
 
 
-def _pulled_items(bucket: Bucket, folder: str, root: Path, sums: dict[str, str]) -> list[Item]:
+def _to_pull(bucket: Bucket, folder: str, root: Path, sums: dict[str, str]) -> list[Item]:
     sizes = bucket.objects(folder) if sums else {}
     if missing := [f"{folder}/{name}" for name in sorted(sums) if name not in sizes]:
         raise _damaged(bucket, missing, "missing")
