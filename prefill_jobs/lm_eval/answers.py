@@ -85,14 +85,14 @@ class Scoring(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """Write what follows the `context`: at most `most` tokens, up to a stop string. `asked`: other arguments
-    of `model.generate`.
+    """Write what follows the `context`: at most `most` tokens, up to a stop string. `options`: other
+    arguments of `model.generate`.
     """
 
     context: Tokens
     most: int
     stops: Sequence[str]
-    asked: Mapping[str, Any]
+    options: Mapping[str, Any]
 
 
 Score = tuple[float, bool]
@@ -186,8 +186,8 @@ class _Written:
 
     def __post_init__(self) -> None:
         own, request = self.conversation, self.request
-        given = request.context.tolist(), own.end_tokens, request.most, request.asked
-        self._processors = Processors(own.loaded.model, own.tokenizer, *given)
+        limits = own.end_tokens, request.most, request.options
+        self._processors = Processors(own.loaded.model, own.tokenizer, request.context.tolist(), *limits)
         # How many last tokens may spell a stop string, which may begin and end within a token.
         lengths = (len(own.tokenizer.encode(stop, add_special_tokens=False)) for stop in request.stops)
         self._lookback = [(stop, length + 2) for stop, length in zip(request.stops, lengths, strict=True)]

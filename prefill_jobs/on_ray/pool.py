@@ -100,8 +100,8 @@ class Pool:
         make = ray.remote(kind).options(**share, **ACTOR_OPTIONS, max_concurrency=2).remote
         self._make = partial(make, *setup)
         self.workers: list[Any] = []
-        self._asked: dict[Any, int] = {}
-        self._asked_at = -POLL_S
+        self._polled: dict[Any, int] = {}
+        self._polled_at = -POLL_S
         self._progress: TaskProgress = {}
 
     def run(
@@ -182,15 +182,15 @@ class Pool:
 
     def _poll(self, at_work: dict[int, Any]) -> None:
         """Ask all workers now and then: a question costs as much as handing out a task."""
-        if time.monotonic() - self._asked_at >= POLL_S:
-            self._asked_at = time.monotonic()
-            waiting = list(self._asked)
+        if time.monotonic() - self._polled_at >= POLL_S:
+            self._polled_at = time.monotonic()
+            waiting = list(self._polled)
             for promise in self.ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
-                number = self._asked.pop(promise)
+                number = self._polled.pop(promise)
                 with suppress(self.ray.exceptions.RayError):
                     self._progress[number] = self.ray.get(promise)
-            for number in at_work.keys() - self._asked.values():
-                self._asked[at_work[number].progress.remote()] = number
+            for number in at_work.keys() - self._polled.values():
+                self._polled[at_work[number].progress.remote()] = number
         self._progress = {number: self._progress.get(number, (0, 0)) for number in at_work}
 
 
