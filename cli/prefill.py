@@ -174,10 +174,12 @@ def prefill(
     given: dict[str, Any] = {"model": model, "settings": settings, "staging": staging, "rules": rules}
     given |= {"device": run_with.device, "dtype": run_with.dtype, "weights": run_with.weights}
     if cluster is not None:
+        from offload_decode.prefill_jobs.job import Maker
         from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
 
+        maker = Maker(model, settings, run_with.device, run_with.dtype, run_with.weights)
         with Progress(quiet) as progress:
-            results = prefill_on_ray(jobs, cluster, **given, progress=progress)
+            results = prefill_on_ray(jobs, cluster, maker, staging=staging, rules=rules, progress=progress)
         _report_all(results, as_json, quiet)
         return
     run_with.admit(model, settings.chunk)

@@ -20,9 +20,9 @@ from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, St
 from offload_decode.common.memory import Peak, give_back
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
-from offload_decode.prefill_jobs.destinations import Progress
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes, extend_indexes, publish_indexes
 from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, memory_errors, prefill_tokens
@@ -36,7 +36,7 @@ from offload_decode.store.writer import KVStoreWriter, clear, restore
 from offload_decode.types import Document
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AppendReport:
     """What an append did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
@@ -52,8 +52,8 @@ class AppendReport:
     repeated: int
     documents: int
     added: tuple[str, ...]
-    known: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
+    known: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
     resumed_from: int
     seconds: float
     tokens_per_second: float
@@ -176,8 +176,6 @@ def append_tokens(
         repeated=before - boundary if documents else 0,
         documents=len(after.documents),
         added=tuple(document.name for document in documents),
-        known=(),
-        skipped=(),
         resumed_from=resumed_from if resumed_from > boundary else 0,
         seconds=seconds,
         tokens_per_second=ran / seconds,
@@ -261,13 +259,12 @@ def _forms(loaded: LoadedModel, text: TextDocument, first: bool) -> Iterator[Tok
     """The possible tokens of a document in a store. The `first` one opens the prompt, and is headed by its
     name if others came with it.
     """
-    given = loaded.tokenizer, loaded.prompt
     if first:
-        yield encode_corpus(*given, [text])[0]
-        both, (span, _) = encode_corpus(*given, [text, TextDocument("", "")])
+        yield encode_corpus(loaded.tokenizer, loaded.prompt, [text])[0]
+        both, (span, _) = encode_corpus(loaded.tokenizer, loaded.prompt, [text, TextDocument("", "")])
         yield both[: span.end]
     else:
-        yield encode_further(*given, [text], 0)[0]
+        yield encode_further(loaded.tokenizer, loaded.prompt, [text], 0)[0]
 
 
 def _tidy(store: KVStore) -> None:

@@ -13,8 +13,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -227,7 +228,7 @@ class WrittenPrefix:
 Write = Callable[..., None]
 
 
-class ChunkWriter:
+class ChunkWriter(AbstractContextManager["ChunkWriter"]):
     """Writes what it is given before it returns."""
 
     def __init__(self, writer: KVStoreWriter):
@@ -249,9 +250,6 @@ class ChunkWriter:
         """Commit so many tokens after all submissions; how many are committed by now."""
         self._writer.commit(tokens)
         return tokens
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from offload_decode.common.errors import ConfigError, StoreExists, StoreForeign,
 from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
+from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.store.files import SEAL
 from offload_decode.store.format import Manifest, fingerprint_version
 from offload_decode.store.layout import ROOT, header_of
@@ -22,8 +23,6 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, locked
 from offload_decode.store.writer import refuse_existing
 from offload_decode.types import Document
-
-Progress = Callable[[str, int, int], None]
 
 _SHOWN = {"token_hash": "text", "n_tokens": "length", "rope": "--context"}  # fields in messages
 
@@ -89,20 +88,20 @@ def default_staging() -> Path:
     return user_cache() / "staging"
 
 
-def same_store(found: Found, asked: Manifest, documents: Sequence[Document], name: str) -> None:
+def same_store(found: Found, manifest: Manifest, documents: Sequence[Document], name: str) -> None:
     """`StoreMismatch` where the store at `name` is not the one that was asked for."""
     # A release with the same format, and the measured cost of an encoding, make no other store.
-    ours, theirs = (vars(m) | {"software": None, "kv_error": None} for m in (asked, found.manifest))
+    ours, theirs = (vars(m) | {"software": None, "kv_error": None} for m in (manifest, found.manifest))
     others = [field for field in ours if ours[field] != theirs[field]]
     if found.documents is not None and not others and list(documents) != found.documents:
         others = ["list of documents"]
-    if fingerprint_version(found.manifest.weights_hash) != fingerprint_version(asked.weights_hash):
+    if fingerprint_version(found.manifest.weights_hash) != fingerprint_version(manifest.weights_hash):
         others = ["release, which knows models by other fingerprints"]
     if others:
         listed = " and another ".join(_SHOWN.get(field, field) for field in others)
         made, wanted = (
             " ".join([str(one["method"]), *(f"{k}={v}" for k, v in sorted(one.items()) if k != "method")])
-            for one in (found.manifest.prefill, asked.prefill)
+            for one in (found.manifest.prefill, manifest.prefill)
         )
         methods = "" if made == wanted else f" ({made}; asked for is {wanted})"
         raise StoreMismatch(

@@ -6,6 +6,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -223,7 +224,12 @@ def _patterns(lines: Sequence[str], lenient: bool = False) -> GitIgnoreSpec:
         return GitIgnoreSpec.from_lines(lines)
     except ValueError as error:
         if lenient:
-            return GitIgnoreSpec.from_lines([line for line in lines if _is_pattern(line)])
+            valid = []
+            for line in lines:
+                with suppress(ValueError):
+                    GitIgnoreSpec.from_lines([line])
+                    valid.append(line)
+            return GitIgnoreSpec.from_lines(valid)
         raise ConfigError(f"'{lines[0]}' is no pattern: write one as in a .gitignore, like *.md") from error
 
 
@@ -232,14 +238,6 @@ def _is_slow(pattern: str) -> bool:
     if pattern.startswith("#"):
         return False
     return pattern.count("**") > 4 or any(part.count("*") > 3 for part in pattern.split("/"))
-
-
-def _is_pattern(line: str) -> bool:
-    try:
-        _patterns([line])
-    except ConfigError:
-        return False
-    return True
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class GPUBlocks:
         self._layers = layers
         self._stored = stored
         self._first_layer = stored(layers[0])
+        self._row_bytes = sum(rows.row_bytes for kind in self._first_layer for rows in kind)
         self._needed = needed
         self._device = device
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -96,9 +97,7 @@ class GPUBlocks:
         room, length = device_room(self._device) - self._pass_memory, min(length, self._needed)
         while (first := self.kept * BLOCK_TOKENS) < length:
             tokens = min(BLOCK_TOKENS, self._needed - first)
-            room -= (
-                len(self._layers) * tokens * sum(own.row_bytes for kind in self._first_layer for own in kind)
-            )
+            room -= len(self._layers) * tokens * self._row_bytes
             if room < 0:
                 return
             try:

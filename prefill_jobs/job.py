@@ -20,9 +20,10 @@ from offload_decode.models.prompt import prompt_for
 from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
+from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
-from offload_decode.prefill_jobs.destinations import Found, Place, Progress, destination_of, same_store
+from offload_decode.prefill_jobs.destinations import Found, Place, destination_of, same_store
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, parse
@@ -186,12 +187,10 @@ def prefill_tokens(
     out: Path,
     settings: Settings = Settings(),
     *,
-    template: str = "plain",
-    skipped: tuple[Skipped, ...] = (),
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """`prefill` with a corpus that is tokens already."""
-    return _write(loaded, _planned(loaded, tokens, documents, settings, template, skipped), out, progress)
+    return _write(loaded, _planned(loaded, tokens, documents, settings), out, progress)
 
 
 def prepare(
@@ -260,8 +259,8 @@ def _planned(
     tokens: Tokens,
     documents: list[Document],
     settings: Settings,
-    template: str,
-    skipped: tuple[Skipped, ...],
+    template: str = "plain",
+    skipped: tuple[Skipped, ...] = (),
 ) -> Work:
     chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
     method = create(settings.method, {**settings.stated, "chunk": chunk}, loaded.shape)

@@ -61,10 +61,6 @@ class Texts:
     def store(self) -> str:
         return self.job.store
 
-    @property
-    def characters(self) -> int:
-        return sum(len(document.text) for document in self.documents)
-
 
 Result = PrefillReport | OffloadDecodeError
 Results = dict[Job, Result]
@@ -124,23 +120,23 @@ def prefill_many(
         return results
     loaded = load(model, device, dtype, weights)
     todo: list[tuple[Job, Work, Place]] = []
-    for number, own in enumerate(texts):
-        progress("tokenize", number, len(texts), own.job.corpus)
-        place = destination_of(own.job.store, staging)
+    for number, read in enumerate(texts):
+        progress("tokenize", number, len(texts), read.job.corpus)
+        place = destination_of(read.job.store, staging)
         try:
-            work = prepare(loaded, own.documents, settings, own.skipped)
+            work = prepare(loaded, read.documents, settings, read.skipped)
             if found := settled(work, place):
-                results[own.job] = found
+                results[read.job] = found
             else:
-                todo.append((own.job, work, place))
+                todo.append((read.job, work, place))
         except OF_ONE as error:
-            results[own.job] = error
+            results[read.job] = error
     total, before = sum(len(work.tokens) for _, work, _ in todo), 0
     for number, (job, work, place) in enumerate(todo, start=1):
         about = f"{number} of {len(todo)}, {job.corpus}"
 
-        def shown(stage: str, done: int, own: int, before: int = before, about: str = about) -> None:
-            progress(stage, *((before + done, total) if stage == "prefill" else (done, own)), about)
+        def shown(stage: str, done: int, whole: int, before: int = before, about: str = about) -> None:
+            progress(stage, *((before + done, total) if stage == "prefill" else (done, whole)), about)
 
         try:
             results[job] = make(loaded, work, place, shown)

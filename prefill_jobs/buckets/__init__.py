@@ -9,8 +9,7 @@ URL.indexes/SHA256SUMS    their checksums, put when all of them are there
 from __future__ import annotations
 
 from offload_decode.prefill_jobs.buckets.bucket import is_url
-from offload_decode.prefill_jobs.buckets.pull import pull
-from offload_decode.prefill_jobs.buckets.push import check_writable, exists, push
+from offload_decode.prefill_jobs.buckets.stores import check_writable, pull, push
 from offload_decode.prefill_jobs.buckets.transfer import Transfer
 
-__all__ = ["Transfer", "check_writable", "exists", "is_url", "pull", "push"]
+__all__ = ["Transfer", "check_writable", "is_url", "pull", "push"]

@@ -135,10 +135,10 @@ class Bucket:
         digest = hashlib.sha256()
         with open(path, "xb") as file:
             for start in range(0, size, PART):
+                end = min(start + PART, size)
                 with self._errors():
-                    given = self._store, self._plain(key)
-                    end = min(start + PART, size)
-                    part = memoryview(self._obstore.get_range(*given, start=start, end=end))
+                    found = self._obstore.get_range(self._store, self._plain(key), start=start, end=end)
+                part = memoryview(found)
                 digest.update(part)
                 file.write(part)
                 seen(len(part))
@@ -205,8 +205,8 @@ class Bucket:
         if hurried:
             options["timeout"] = timedelta(seconds=10)
             retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
-        given = {"client_options": options, "retry_config": retries}
-        return cast("ObjectStore", self._obstore.store.from_url(f"{scheme}://{host}", **given))
+        url, from_url = f"{scheme}://{host}", self._obstore.store.from_url
+        return cast("ObjectStore", from_url(url, client_options=options, retry_config=retries))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -260,16 +260,13 @@ def _parse(url: str) -> tuple[str, str, str]:
     host, _, name = rest.partition("/")
     name = name.rstrip("/")
     if scheme == "file":
-        name = unquote(name)
-        host_is_right = host in ("", "localhost")
+        name, host_is_right = unquote(name), host in ("", "localhost")
+        wanted = "file:///FOLDER/NAME, with the whole path"
     else:
         host_is_right = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+", host) is not None
+        wanted = f"{scheme}://BUCKET/NAME: a bucket, and the store's name in it"
     if not host_is_right or not is_plain(name):
-        raise ConfigError(
-            "the URL of a store is file:///FOLDER/NAME, with the whole path"
-            if scheme == "file"
-            else f"the URL of a store is {scheme}://BUCKET/NAME: a bucket, and the store's name in it"
-        )
+        raise ConfigError(f"the URL of a store is {wanted}")
     return scheme, host, name
 
 

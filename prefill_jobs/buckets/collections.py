@@ -37,8 +37,15 @@ from offload_decode.common.errors import (
 from offload_decode.kv.indexes import kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
 from offload_decode.prefill_jobs.buckets.cache import Cache, name_of, user_cache
-from offload_decode.prefill_jobs.buckets.pull import check_room, pull, pulling_path
-from offload_decode.prefill_jobs.buckets.push import claimed, push, send, taken
+from offload_decode.prefill_jobs.buckets.stores import (
+    check_room,
+    claimed,
+    pull,
+    pulling_path,
+    push,
+    send,
+    taken,
+)
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, checked, in_parallel
 from offload_decode.store.files import SEAL
 from offload_decode.store.layout import COLLECTION as HEADER

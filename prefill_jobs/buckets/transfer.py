@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from offload_decode.common.errors import OffloadDecodeError
 
 Progress = Callable[[str, int, int], None]
+"""Gets the stage, and how much of how much is done."""
 
 FILES_AT_ONCE = 8
 _REPORT_EVERY_S = 0.2

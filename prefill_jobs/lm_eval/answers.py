@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -86,14 +85,14 @@ class Scoring(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """Write what follows the `context`: at most `most` tokens, up to a stop string. `asked`: other arguments
-    of `model.generate`.
+    """Write what follows the `context`: at most `most` tokens, up to a stop string. `options`: other
+    arguments of `model.generate`.
     """
 
     context: Tokens
     most: int
     stops: Sequence[str]
-    asked: Mapping[str, Any]
+    options: Mapping[str, Any]
 
 
 Score = tuple[float, bool]
@@ -187,8 +186,8 @@ class _Written:
 
     def __post_init__(self) -> None:
         own, request = self.conversation, self.request
-        given = request.context.tolist(), own.end_tokens, request.most, request.asked
-        self._processors = Processors(own.loaded.model, own.tokenizer, *given)
+        limits = own.end_tokens, request.most, request.options
+        self._processors = Processors(own.loaded.model, own.tokenizer, request.context.tolist(), *limits)
         # How many last tokens may spell a stop string, which may begin and end within a token.
         lengths = (len(own.tokenizer.encode(stop, add_special_tokens=False)) for stop in request.stops)
         self._lookback = [(stop, length + 2) for stop, length in zip(request.stops, lengths, strict=True)]
@@ -235,20 +234,7 @@ class Stores:
         """
         if not len(prefix):
             yield without_corpus(self.loaded, following)
-        elif self.folder is not None:
-            yield self._opened(self.folder, prefix, following, progress)
-        else:
-            folder = Path(tempfile.mkdtemp(prefix="offload-decode-"))
-            try:
-                yield self._opened(folder, prefix, following, progress)
-            finally:
-                shutil.rmtree(folder)
-
-    def _opened(
-        self, folder: Path, prefix: Tokens, following: int, progress: Callable[[int], None]
-    ) -> Engine:
-        settings = replace(self.settings, context=following)
-        path = folder / self._name(prefix, following)
+            return
 
         def show(stage: str, done: int, total: int) -> None:
             if stage == "prefill":
@@ -256,13 +242,17 @@ class Stores:
 
         def make() -> None:
             documents = [Document("context", 0, len(prefix))]
+            settings = replace(self.settings, context=following)
             prefill_tokens(self.loaded, prefix, documents, path, settings, progress=show)
 
-        kind = str(self.config.options.get("index", AUTO))
-        store = kept(path, make, () if kind == AUTO else (kind,))
-        if store.manifest.token_hash != token_hash(prefix):
-            raise StoreMismatch(f"{path} is of another text than its name says: remove it.")
-        return Engine.open(store, self.loaded, self.config)
+        lasting = None if self.folder is None else nullcontext(str(self.folder))
+        with lasting or TemporaryDirectory(prefix="offload-decode-") as folder:
+            path = Path(folder, self._name(prefix, following))
+            kind = str(self.config.options.get("index", AUTO))
+            store = kept(path, make, () if kind == AUTO else (kind,))
+            if store.manifest.token_hash != token_hash(prefix):
+                raise StoreMismatch(f"{path} is of another text than its name says: remove it.")
+            yield Engine.open(store, self.loaded, self.config)
 
     def _name(self, prefix: Tokens, following: int) -> str:
         """A store depends on the length of what follows as far as the model's rotation does."""

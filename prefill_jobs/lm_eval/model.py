@@ -283,12 +283,12 @@ class OffloadDecodeLM(TemplateLM):
         return results
 
     def _writing(self, context: str, given: dict[str, Any]) -> Writing:
-        asked: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+        options: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
         end = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
-        stops = handle_stop_sequences(asked.pop("until"), eos=end)
-        most = asked.pop("max_gen_toks")
-        if not asked["do_sample"]:
-            asked.pop("temperature", None)
+        stops = handle_stop_sequences(options.pop("until"), eos=end)
+        most = options.pop("max_gen_toks")
+        if not options["do_sample"]:
+            options.pop("temperature", None)
         room = self.max_length - most
         if most < 1 or room < 1:
             raise ConfigError(
@@ -302,9 +302,9 @@ class OffloadDecodeLM(TemplateLM):
                 "A context has %s tokens, and max_length (%s) leaves room for %s: the first are left out.",
                 *(f"{number:,}" for number in (len(tokens), self.max_length, room)),
             )
-        if "max_length" in asked:
-            most = asked.pop("max_length") - min(len(tokens), room)
-        return Writing(np.array(tokens[-room:], np.int32), most, [stop for stop in stops if stop], asked)
+        if "max_length" in options:
+            most = options.pop("max_length") - min(len(tokens), room)
+        return Writing(np.array(tokens[-room:], np.int32), most, [stop for stop in stops if stop], options)
 
     def _run(self, what: str, requests: Sequence[R], run: Run[R, T], quiet: bool) -> Iterator[tuple[int, T]]:
         """The number of each request with the result of `run`, prefix by prefix."""

@@ -94,15 +94,15 @@ class Asker(Worker):
         store = KVStore.open(path)
         named = store.manifest.model_id if config.model is None else config.model
         index = default_kind(store)
-        given = outline(named), store.manifest, config, caps, self.before
-        check_ask(*given, index=index)
+        planned = outline(named), store.manifest, config, caps, self.before
+        check_ask(*planned, index=index)
         wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
         if self.model is None or self.model[0] != wanted:
             self._close(0)
             self.model = None
             self.model = wanted, load(wanted[0], config.device, *wanted[1:])
         engine = Engine.open(store, self.model[1], config)
-        engine.admit = partial(admit_question, planned_ask(*given, index=index), caps)
+        engine.admit = partial(admit_question, planned_ask(*planned, index=index), caps)
         return engine
 
 
@@ -125,5 +125,5 @@ def answer_on_ray(
         batches = [QuestionBatch(os.path.abspath(one.store), one.questions) for one in batches]
     stores = tuple(dict.fromkeys(one.store for one in batches))
     setup = AskSetup(stores, remote, config, cluster.caps, max_new_tokens, cites)
-    with pool_of(cluster, config.device, Asker, setup, len(batches), remote is not None) as pool:
+    with pool_of(cluster, config.device, Asker, [setup], len(batches), remote is not None) as pool:
         yield from pool.run(batches, "answered", watch)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
+from offload_decode.common.errors import StoreMismatch
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import Ask, Promised, ScatteredPrefix, StoredPrefix
@@ -23,10 +23,12 @@ from offload_decode.kv.host_cache import HostKV
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.prefill_jobs.on_ray.workers import (
     ACTOR_OPTIONS,
-    TRIES,
     Cluster,
+    Lost,
+    all_lost,
     connected,
     installed,
+    received,
     shares,
 )
 from offload_decode.store.base import StoreRange, ranges
@@ -119,12 +121,6 @@ def ask_of(ray: Any, workers: list[Any]) -> Ask:
 
 def _got(ray: Any, promises: list[Any]) -> list[Any]:
     try:
-        return list(ray.get(promises))
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause or error from error
-    except ray.exceptions.RayError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise OffloadDecodeError(
-            f"{TRIES} Ray workers were lost while they attended to a part of the store, the last with: "
-            f"{reason}; see that their machines have the memory for it"
-        ) from error
+        return list(received(ray, promises))
+    except Lost as lost:
+        raise all_lost("attended to a part of the store", lost) from lost

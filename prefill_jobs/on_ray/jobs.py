@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +21,30 @@ from offload_decode.planning.caps import Caps, apply_caps, check_prefill
 from offload_decode.prefill_jobs.destinations import destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
-from offload_decode.prefill_jobs.job import Maker, PrefillReport, Settings, make, prepare, settled
+from offload_decode.prefill_jobs.job import Maker, PrefillReport, make, prepare, settled
 from offload_decode.prefill_jobs.many import OF_ONE, Job, Results, Texts, Watch, read_all
-from offload_decode.prefill_jobs.on_ray.pool import Lost, Pool, Task, TaskProgress, pool_of
-from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker, installed
-
-
-@dataclass(frozen=True)
-class PrefillSetup:
-    maker: Maker
-    staging: Path | None
-    caps: Caps
+from offload_decode.prefill_jobs.on_ray.pool import Pool, Task, TaskProgress, pool_of
+from offload_decode.prefill_jobs.on_ray.workers import Cluster, Lost, Worker, installed
 
 
 class Prefiller(Worker):
     """Prefills one corpus after another with one model. Its progress is in tokens."""
 
-    def __init__(self, setup: PrefillSetup) -> None:
+    def __init__(self, maker: Maker, staging: Path | None, caps: Caps) -> None:
         super().__init__()
-        self.setup = setup
+        self.maker, self.staging, self.caps = maker, staging, caps
 
     def begin(self) -> None:
-        own, caps = self.setup.maker, self.setup.caps
-        given = outline(own.model), own.settings.chunk, own.dtype, own.device, caps, own_memory(), own.weights
-        check_prefill(*given)
-        apply_caps(caps, own.device)
-        _ = own.loaded
+        maker, device, caps = self.maker, self.maker.device, self.caps
+        chunk, dtype, weights = maker.settings.chunk, maker.dtype, maker.weights
+        check_prefill(outline(maker.model), chunk, dtype, device, caps, own_memory(), weights)
+        apply_caps(caps, device)
+        _ = maker.loaded
 
     def run(self, task: Texts) -> PrefillReport:
-        own, place = self.setup.maker, destination_of(task.store, self.setup.staging)
-        work = prepare(own.loaded, task.documents, own.settings, task.skipped)
-        return settled(work, place) or make(own.loaded, work, place, self._note)
+        loaded, place = self.maker.loaded, destination_of(task.store, self.staging)
+        work = prepare(loaded, task.documents, self.maker.settings, task.skipped)
+        return settled(work, place) or make(loaded, work, place, self._note)
 
     def _note(self, stage: str, done: int, total: int) -> None:
         if stage == "prefill":
@@ -61,12 +54,8 @@ class Prefiller(Worker):
 def prefill_on_ray(
     jobs: Sequence[Job],
     cluster: Cluster,
+    maker: Maker,
     *,
-    model: str,
-    settings: Settings,
-    device: str = "auto",
-    dtype: str = "auto",
-    weights: str = "auto",
     staging: Path | None = None,
     rules: Rules = EVERYTHING,
     progress: Watch = lambda stage, done, total, about: None,
@@ -78,9 +67,8 @@ def prefill_on_ray(
     here = [job if "://" in job.store else replace(job, store=os.path.abspath(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
-        maker = Maker(model, settings, device, dtype, weights)
-        setup = PrefillSetup(maker, staging and staging.absolute(), cluster.caps)
-        with pool_of(cluster, device, Prefiller, setup, len(texts), anywhere=True) as pool:
+        setup = maker, staging and staging.absolute(), cluster.caps
+        with pool_of(cluster, maker.device, Prefiller, setup, len(texts), anywhere=True) as pool:
             results |= prefilled(pool, texts, progress)
     return {job: results[own] for job, own in zip(jobs, here, strict=True)}
 
@@ -88,7 +76,7 @@ def prefill_on_ray(
 def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
     """The result of every corpus. Raises errors that concern all of them."""
     results: Results = {}
-    lengths = [own.characters for own in texts]
+    lengths = [sum(len(document.text) for document in own.documents) for own in texts]
     for number, result in _run(pool, texts, lengths, "prefill", "n_tokens", progress):
         if not isinstance(result, (PrefillReport, Lost, *OF_ONE)):
             raise result
@@ -119,28 +107,20 @@ def _run(
         yield number, result
 
 
-@dataclass(frozen=True)
-class IndexSetup:
-    stores: tuple[str, ...]
-    kind: str
-    recall: float
-    k: int
-
-
 class Indexer(Worker):
     """Indexes one store after another. Its progress is in heads."""
 
-    def __init__(self, setup: IndexSetup) -> None:
-        super().__init__(setup.stores)
-        self.setup = setup
+    def __init__(self, stores: Sequence[str], kind: str, recall: float, k: int) -> None:
+        super().__init__(stores)
+        self.kind, self.recall, self.k = kind, recall, k
 
     def begin(self) -> None:
         """Raises where this kind of index cannot be built on this machine, as where a library is missing."""
-        registry.get(self.setup.kind)
+        registry.get(self.kind)
 
     def run(self, task: Job) -> BuildReport:
-        path, own = Path(task.store), self.setup
-        return build_indexes(path, own.kind, recall=own.recall, k=own.k, progress=self._note)
+        path = Path(task.store)
+        return build_indexes(path, self.kind, recall=self.recall, k=self.k, progress=self._note)
 
 
 def index_on_ray(
@@ -156,7 +136,7 @@ def index_on_ray(
     kind of index that cannot be built.
     """
     tasks = [Job("", os.path.abspath(store)) for store in stores]
-    setup = IndexSetup(tuple(task.store for task in tasks), kind, recall, k)
+    setup = [task.store for task in tasks], kind, recall, k
     with pool_of(cluster, "cpu", Indexer, setup, len(tasks)) as pool:
         built = indexed(pool, tasks, progress)
     return {store: built[number] for number, store in enumerate(stores)}

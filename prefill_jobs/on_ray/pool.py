@@ -20,11 +20,14 @@ from offload_decode.prefill_jobs.on_ray.workers import (
     POLL_S,
     TRIES,
     Cluster,
+    Lost,
     Reply,
     TryAgain,
     Worker,
+    all_lost,
     connected,
     installed,
+    received,
     shares,
 )
 
@@ -37,10 +40,6 @@ class Task(Protocol):
 
     @property
     def store(self) -> str: ...
-
-
-class Lost(OffloadDecodeError):
-    """A task has lost its worker `TRIES` times."""
 
 
 class Waiting:
@@ -90,19 +89,19 @@ class Waiting:
 
 
 class Pool:
-    """`count` workers of the class `kind`, made with `setup`, each with a `share` of a machine. `anywhere`:
-    they can do tasks of stores that are not on their machines.
+    """`count` workers `kind(*setup)`, each with a `share` of a machine. `anywhere`: they can do tasks of
+    stores that are not on their machines.
     """
 
     def __init__(
-        self, ray: Any, kind: type[Worker], setup: object, count: int, share: dict[str, int], anywhere: bool
+        self, ray: Any, kind: type[Worker], setup: Any, count: int, share: dict[str, int], anywhere: bool
     ) -> None:
         self.ray, self.anywhere, self.count = ray, anywhere, count
         make = ray.remote(kind).options(**share, **ACTOR_OPTIONS, max_concurrency=2).remote
-        self._make = partial(make, setup)
+        self._make = partial(make, *setup)
         self.workers: list[Any] = []
-        self._asked: dict[Any, int] = {}
-        self._asked_at = -POLL_S
+        self._polled: dict[Any, int] = {}
+        self._polled_at = -POLL_S
         self._progress: TaskProgress = {}
 
     def run(
@@ -120,12 +119,13 @@ class Pool:
         unloaded, came_back, promised, tries = None, False, self._loading(), Counter[int]()
         while promised and (waiting or any(number is not None for _, number in promised.values())):
             for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
-                own, number = promised.pop(promise)
-                worker, reply = self.workers[own], self._reply(promise)
+                index, number = promised.pop(promise)
+                worker, reply = self.workers[index], self._reply(promise)
                 result, again = reply.result, isinstance(reply.result, TryAgain)
                 if reply.stores is not None:
-                    came_back |= own in here and here[own] != reply.stores  # its machine has no worker now
-                    here[own] = reply.stores
+                    # One that runs elsewhere now leaves its machine without a worker.
+                    came_back |= index in here and here[index] != reply.stores
+                    here[index] = reply.stores
                 if number is not None:
                     self._progress.pop(number, None)
                     if isinstance(result, TryAgain):
@@ -135,30 +135,31 @@ class Pool:
                         waiting.add(number)
                         came_back = True
                     else:
-                        yield number, _all_lost(verb, result) if isinstance(result, Lost) else result
+                        lost = isinstance(result, Lost)
+                        yield number, all_lost(verb, result, resumes=True) if lost else result
                     if again:
-                        promised[worker.load.remote()] = own, None
+                        promised[worker.load.remote()] = index, None
                         continue
                 elif isinstance(result, OffloadDecodeError):
-                    if own not in here and not isinstance(result, Lost):
+                    if index not in here and not isinstance(result, Lost):
                         raise result
                     unloaded = result
                     self.ray.kill(worker)
                     continue
-                following = waiting.take(here[own], number)
+                following = waiting.take(here[index], number)
                 if following is None:
                     self.ray.kill(worker)  # a lost one may wait for its share
                 else:
-                    promised[worker.do.remote(self.ray.put(tasks[following]))] = own, following
+                    promised[worker.do.remote(self.ray.put(tasks[following]))] = index, following
             if not waiting:  # those that still wait for a machine no longer need one
                 for promise in [promise for promise, (_, number) in promised.items() if number is None]:
                     self.ray.kill(self.workers[promised.pop(promise)[0]])
-            self._poll({at: self.workers[own] for own, at in promised.values() if at is not None})
+            self._poll({at: self.workers[index] for index, at in promised.values() if at is not None})
             watch(dict(self._progress))
             if waiting and came_back and not promised:  # those that could take it may be dismissed
                 came_back, promised = False, self._loading()
         if waiting and unloaded and not here:
-            raise _all_lost("loaded the model", unloaded, "") from unloaded
+            raise all_lost("loaded the model", unloaded) from unloaded
         everywhere = {task.store for task in tasks}
         while (number := waiting.take(everywhere, None)) is not None:
             problem = f"no Ray worker finds a store at {tasks[number].store}"
@@ -173,32 +174,29 @@ class Pool:
 
     def _reply(self, promise: Any) -> Reply:
         """What a worker answered, or `Lost`; raises what it raised."""
-        errors = self.ray.exceptions
         try:
-            reply: Reply = self.ray.get(promise)
-        except errors.RayTaskError as error:
-            raise error.cause or error from error
-        except errors.RayError as error:
-            return Reply(Lost(str(error).strip().splitlines()[0]))
+            reply: Reply = received(self.ray, promise)
+        except Lost as lost:
+            return Reply(lost)
         return reply
 
     def _poll(self, at_work: dict[int, Any]) -> None:
         """Ask all workers now and then: a question costs as much as handing out a task."""
-        if time.monotonic() - self._asked_at >= POLL_S:
-            self._asked_at = time.monotonic()
-            waiting = list(self._asked)
+        if time.monotonic() - self._polled_at >= POLL_S:
+            self._polled_at = time.monotonic()
+            waiting = list(self._polled)
             for promise in self.ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
-                number = self._asked.pop(promise)
+                number = self._polled.pop(promise)
                 with suppress(self.ray.exceptions.RayError):
                     self._progress[number] = self.ray.get(promise)
-            for number in at_work.keys() - self._asked.values():
-                self._asked[at_work[number].progress.remote()] = number
+            for number in at_work.keys() - self._polled.values():
+                self._polled[at_work[number].progress.remote()] = number
         self._progress = {number: self._progress.get(number, (0, 0)) for number in at_work}
 
 
 @contextmanager
 def pool_of(
-    cluster: Cluster, device: str, kind: type[Worker], setup: object, tasks: int, anywhere: bool = False
+    cluster: Cluster, device: str, kind: type[Worker], setup: Any, tasks: int, anywhere: bool = False
 ) -> Iterator[Pool]:
     """Inside, the workers of a cluster for so many tasks. Raises `ConfigError` where Ray is not installed,
     `OffloadDecodeError` where no cluster answers.
@@ -207,10 +205,3 @@ def pool_of(
     with connected(ray, cluster.address):
         count, share = shares(ray, cluster.workers, device, grows=True)
         yield Pool(ray, kind, setup, min(count, tasks), share, anywhere)
-
-
-def _all_lost(verb: str, last: Exception, way_out: str = ", and run the same command again to go on") -> Lost:
-    return Lost(
-        f"{TRIES} Ray workers were lost while they {verb}, the last with: {last}; see that their machines "
-        f"have the memory for it{way_out}"
-    )

@@ -118,6 +118,29 @@ def installed(option: str) -> Any:
         ) from error
 
 
+class Lost(OffloadDecodeError):
+    """A worker was lost; in the end, `TRIES` workers of a task were."""
+
+
+def received(ray: Any, promised: Any) -> Any:
+    """The value of a promise of Ray's, or a list of several; raises what the worker raised, and `Lost`."""
+    try:
+        return ray.get(promised)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause or error from error
+    except ray.exceptions.RayError as error:
+        raise Lost(str(error).strip().splitlines()[0]) from error
+
+
+def all_lost(verb: str, last: Exception, resumes: bool = False) -> Lost:
+    """`TRIES` workers were lost while they `verb` (in the past tense), the `last` one with that error."""
+    way_out = ", and run the same command again to go on" if resumes else ""
+    return Lost(
+        f"{TRIES} Ray workers were lost while they {verb}, the last with: {last}; see that their machines "
+        f"have the memory for it{way_out}"
+    )
+
+
 class TryAgain(Exception):
     """The result of a task that cannot be done here and now: it is tried again, as if its worker had been
     lost, and after `TRIES` workers `error` is its result.

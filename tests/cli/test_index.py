@@ -17,7 +17,7 @@ import pytest
 from offload_decode.common.errors import OffloadDecodeError, UnknownIndex
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.many import Job
-from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, indexed
+from offload_decode.prefill_jobs.on_ray.jobs import Indexer, indexed
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
 from offload_decode.prefill_jobs.on_ray.workers import Reply
 from tests.cli.conftest import refused, run
@@ -83,7 +83,7 @@ def test_options_that_do_not_go_together_are_refused(store):
 
 
 def indexer(*stores: Path, kind: str = "clusters") -> Indexer:
-    return Indexer(IndexSetup(tuple(map(str, stores)), kind, 0.98, 10))
+    return Indexer(list(map(str, stores)), kind, 0.98, 10)
 
 
 def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload_decode.planning.caps import kv_of
-from offload_decode.prefill_jobs.job import PrefillReport
+from offload_decode.prefill_jobs.job import Maker, PrefillReport
 from offload_decode.prefill_jobs.many import Job
 from offload_decode.store.reader import KVStore
 from tests.cli.conftest import refused, run
@@ -126,8 +126,8 @@ def test_workers_get_the_options(prefill, tmp_path, monkeypatch):
 
     given: dict[str, Any] = {}
 
-    def workers(jobs: list[Job], cluster: Cluster, **how: Any) -> dict[Job, PrefillReport]:
-        given.update(how, jobs=jobs, cluster=cluster)
+    def workers(jobs: list[Job], cluster: Cluster, maker: Maker, **how: Any) -> dict[Job, PrefillReport]:
+        given.update(how, jobs=jobs, cluster=cluster, settings=maker.settings)
         return {jobs[0]: PrefillReport("a.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)}
 
     monkeypatch.setattr(ray_jobs, "prefill_on_ray", workers)

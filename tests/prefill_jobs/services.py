@@ -6,7 +6,6 @@ Both count what they are asked, can refuse everything after the k-th request, an
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 from xml.sax.saxutils import escape
 
+import boto3
 import pytest
+
+from offload_decode.prefill_jobs.buckets.bucket import Bucket
+
+BUCKET = "bucket"
+"""The bucket of the tests on S3."""
 
 REFUSAL = b"<Error><Code>AccessDenied</Code><Message>closed by the test SECRETKEY</Message></Error>"
 
@@ -91,14 +96,15 @@ class GoogleXml:
         self.objects: dict[str, tuple[bytes, dict[str, str]]] = {}
         self.uploads: dict[str, tuple[dict[str, str], dict[int, bytes]]] = {}
 
-    def __call__(self, environ: Any, start_response: Any) -> list[bytes]:
-        from werkzeug.wrappers import Request
+    def __call__(self, environ: Any, start_response: Any) -> Any:
+        from werkzeug.wrappers import Request, Response
 
         request = Request(environ)
         status, headers, body = self._answer(request)
-        length = headers.pop("Content-Length", str(len(body)))
-        start_response(status, [("Content-Length", length), *headers.items()])
-        return [b"" if request.method == "HEAD" else body]
+        response = Response(body, status, headers)
+        if request.method == "GET":
+            response.make_conditional(request, accept_ranges=True, complete_length=len(body))
+        return response(environ, start_response)
 
     def _answer(self, request: Any) -> tuple[str, dict[str, str], bytes]:
         _, bucket, *rest = request.path.split("/", 2)
@@ -144,11 +150,7 @@ class GoogleXml:
             del self.objects[key]
             return "204 No Content", {}, b""
         body, metadata = self.objects[key]
-        if span := re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", "")):
-            first, last = int(span[1]), min(int(span[2]), len(body) - 1)
-            ranged = {"Content-Range": f"bytes {first}-{last}/{len(body)}"}
-            return "206 Partial Content", tag | metadata | ranged, body[first : last + 1]
-        return "200 OK", tag | metadata | {"Content-Length": str(len(body))}, body
+        return "200 OK", tag | metadata, body
 
 
 def use_s3(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
@@ -172,3 +174,37 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+
+
+def exists(url: str) -> bool:
+    """Whether a whole store lies at `url`."""
+    return Bucket(url).seal is not None
+
+
+def client(service: Service):
+    return boto3.client(
+        "s3",
+        endpoint_url=service.url,
+        aws_access_key_id="x",
+        aws_secret_access_key="x",
+        region_name="us-east-1",
+    )
+
+
+def objects(service: Service, url: str) -> dict[str, bytes]:
+    """The objects under a URL, by key after its name."""
+    found, prefix = client(service), url.split("/", 3)[3]
+    listed = found.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
+    return {
+        entry["Key"].removeprefix(prefix): found.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
+        for entry in listed
+    }
+
+
+def spoil(service: Service, url: str, name: str) -> None:
+    """Flip a bit of an object and leave the checksum that it was put with."""
+    found, key = client(service), f"{url.split('/', 3)[3]}/{name}"
+    was = found.get_object(Bucket=BUCKET, Key=key)
+    body = bytearray(was["Body"].read())
+    body[len(body) // 2] ^= 1
+    found.put_object(Bucket=BUCKET, Key=key, Body=bytes(body), Metadata=was["Metadata"])

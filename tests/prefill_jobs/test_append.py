@@ -47,6 +47,14 @@ def grown(model: LoadedModel, folder: Path, parts: Sequence[Sequence[TextDocumen
     return store
 
 
+@pytest.fixture
+def begun(tmp_path) -> tuple[LoadedModel, Path]:
+    """A model, and a store of the first two documents."""
+    model, store = loaded(), tmp_path / "s.kv"
+    prefill_texts(model, TEXTS[:2], store, settings())
+    return model, store
+
+
 FAMILIES = ["llama", "gemma2", "gpt-oss", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3", "llama4"]
 
 
@@ -89,12 +97,11 @@ def test_a_store_of_one_document_has_no_heading_and_the_others_have(tmp_path):
     assert [text.strip().partition("\n")[0] for text in rest] == ["Document: b.txt", "Document: c.txt"]
 
 
-def test_report(tmp_path):
-    model = loaded()
-    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
-    before = KVStore.open(tmp_path / "s.kv").manifest.n_tokens
-    report = append_texts(model, TEXTS[1:4], tmp_path / "s.kv")
-    after = KVStore.open(tmp_path / "s.kv")
+def test_report(begun):
+    model, store = begun
+    before = KVStore.open(store).manifest.n_tokens
+    report = append_texts(model, TEXTS[1:4], store)
+    after = KVStore.open(store)
     assert (report.added, report.known) == (("c.txt", "d.txt"), ("b.txt",))
     assert report.n_tokens == before + report.added_tokens == after.manifest.n_tokens
     assert report.repeated == before % 16
@@ -133,44 +140,39 @@ def test_lengths_that_a_store_was_not_rotated_for_are_refused(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_another_model_or_tokenizer_is_refused(tmp_path):
-    model = loaded()
-    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
+def test_another_model_or_tokenizer_is_refused(tmp_path, begun):
+    _, store = begun
     before = tree(tmp_path)
     for other in (loaded(seed=1), loaded("llama"), loaded(sliding_window=9), loaded(template=CHAT)):
         with pytest.raises(StoreMismatch):
-            append_texts(other, TEXTS[2:], tmp_path / "s.kv")
+            append_texts(other, TEXTS[2:], store)
     half = wrap(text_model(family="gemma2").half(), tiny_tokenizer(), "tiny")
     with pytest.raises(StoreMismatch, match="dtype"):
-        append_texts(half, TEXTS[2:], tmp_path / "s.kv")
+        append_texts(half, TEXTS[2:], store)
     assert tree(tmp_path) == before
 
 
-def test_a_store_of_an_earlier_release_is_refused(tmp_path, monkeypatch):
-    model = loaded()
-    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
-    real = KVStore.open(tmp_path / "s.kv")
+def test_a_store_of_an_earlier_release_is_refused(begun, monkeypatch):
+    model, store = begun
+    real = KVStore.open(store)
     object.__setattr__(real.manifest, "seam", None)
     monkeypatch.setattr(append_module.KVStore, "open", lambda path: real)
     with pytest.raises(StoreForeign, match=r"earlier release .* prefill all of it again"):
-        append_texts(model, TEXTS[2:], tmp_path / "s.kv")
+        append_texts(model, TEXTS[2:], store)
     assert real.query_heads.tolist() == [0, 1] * 32, "as its stores have them"
 
 
-def test_unknown_method(tmp_path):
-    model = loaded()
-    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
-    store = KVStore.open(tmp_path / "s.kv")
+def test_unknown_method(begun):
+    store = KVStore.open(begun[1])
     store.manifest.prefill["method"] = "psychic"
     with pytest.raises(ConfigError, match="'psychic'"):
         append_module.method_of(store)
 
 
-def test_failed_append_keeps_the_store_and_resumes(tmp_path, monkeypatch):
-    model = loaded()
-    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
+def test_failed_append_keeps_the_store_and_resumes(tmp_path, begun, monkeypatch):
+    model, store = begun
     prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())
-    before = tree(tmp_path / "s.kv")
+    before = tree(store)
     seen: list[int] = []
 
     def stop(stage: str, done: int, total: int) -> None:
@@ -180,11 +182,11 @@ def test_failed_append_keeps_the_store_and_resumes(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        append_texts(model, TEXTS[2:], tmp_path / "s.kv", progress=stop)
-    assert tree(tmp_path / "s.kv") == before
-    report = append_texts(model, TEXTS[2:], tmp_path / "s.kv")
+        append_texts(model, TEXTS[2:], store, progress=stop)
+    assert tree(store) == before
+    report = append_texts(model, TEXTS[2:], store)
     assert report.resumed_from == seen[4]
-    assert tree(tmp_path / "s.kv") == tree(tmp_path / "whole.kv")
+    assert tree(store) == tree(tmp_path / "whole.kv")
 
 
 def test_a_store_behind_a_link(tmp_path):
@@ -203,9 +205,8 @@ def test_a_store_behind_a_link(tmp_path):
 # Indexes
 
 
-def test_indexes_are_extended_and_their_recall_is_stated(tmp_path):
-    model, store = loaded(), tmp_path / "s.kv"
-    prefill_texts(model, TEXTS[:2], store, settings())
+def test_indexes_are_extended_and_their_recall_is_stated(begun):
+    model, store = begun
     kinds = ("clusters", "faiss-hnsw", "faiss-ivf", "flat", "hnswlib")
     for kind in kinds:
         build_indexes(store, kind, recall=0.9, k=8)
@@ -229,9 +230,8 @@ def test_indexes_are_extended_and_their_recall_is_stated(tmp_path):
         assert (again.built, again.reused) == (0, 2), "nothing is left to build"
 
 
-def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(tmp_path):
-    model, store = loaded(), tmp_path / "s.kv"
-    prefill_texts(model, TEXTS[:2], store, settings())
+def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(begun):
+    model, store = begun
     for kind in ("clusters", "hnswlib", "faiss-ivf"):
         build_indexes(store, kind, k=8)
     kind_folder(store, "clusters").joinpath("layer-001-head-001.json").unlink()
@@ -247,10 +247,9 @@ def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(tmp_path)
     assert len(KVStore.open(store).documents) == 5
 
 
-def test_indexes_that_were_extended_but_not_published_are_found(tmp_path, monkeypatch):
+def test_indexes_that_were_extended_but_not_published_are_found(begun, monkeypatch):
     """Killed when the store had its name, and its indexes had not."""
-    model, store = loaded(), tmp_path / "s.kv"
-    prefill_texts(model, TEXTS[:2], store, settings())
+    model, store = begun
     build_indexes(store, "clusters", k=8)
     with monkeypatch.context() as patched:
         patched.setattr(append_module, "publish_indexes", lambda store: None)
@@ -262,9 +261,8 @@ def test_indexes_that_were_extended_but_not_published_are_found(tmp_path, monkey
     assert not staging_folder(store, "clusters").exists()
 
 
-def test_only_one_append_at_a_time(tmp_path):
-    model, store = loaded(), tmp_path / "s.kv"
-    prefill_texts(model, TEXTS[:2], store, settings())
+def test_only_one_append_at_a_time(begun):
+    model, store = begun
     busy: list[str] = []
 
     def second(stage: str, done: int, total: int) -> None:

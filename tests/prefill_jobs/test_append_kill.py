@@ -22,8 +22,7 @@ Tree = dict[str, bytes]
 @dataclass
 class Appends:
     """Two appends to a store and its index: `home` has their corpora `c` and `d`, `begun` the store, `trees`
-    what its
-    folder holds before and after each, and `steps` the changes of the file system that each makes.
+    what its folder holds before and after each, and `steps` the changes of the file system that each makes.
     """
 
     runner: Runner
@@ -125,11 +124,7 @@ def test_an_empty_folder_of_a_killed_append_is_removed(appends: Appends, tmp_pat
     assert tree(tmp_path) == appends.trees[1]
 
 
-def test_on_a_disk_that_fills_up(appends: Appends, tmp_path: Path) -> None:
-    runner = appends.runner
-    if not runner.has_disks:
-        pytest.skip("small disks need the right to mount a tmpfs (root, or user namespaces)")
-    disk = Disk(runner, tmp_path / "disk", 8 * 1024 * 1024)
+def test_on_a_disk_that_fills_up(appends: Appends, runner: Runner, disk: Disk) -> None:
     appends.start(disk.seen)
     for room in (0, 4, 60, 100):
         disk.leave(room * PAGE)

@@ -17,35 +17,19 @@ docx = pytest.importorskip("docx")
 pypdf = pytest.importorskip("pypdf")
 
 
-def pdf(*pages: str) -> bytes:
-    """A PDF document, written by hand."""
-    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
-    objects = [
-        "<< /Type /Catalog /Pages 2 0 R >>",
-        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>",
-        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    for i, text in enumerate(pages):
-        content = f"BT /F1 24 Tf 72 720 Td ({text}) Tj ET"
-        objects += [
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {5 + 2 * i} 0 R "
-            "/Resources << /Font << /F1 3 0 R >> >> >>",
-            f"<< /Length {len(content)} >>\nstream\n{content}\nendstream",
-        ]
-    out, offsets = "%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        offsets.append(len(out))
-        out += f"{number} 0 obj\n{body}\nendobj\n"
-    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
-    size = len(objects) + 1
-    out += f"xref\n0 {size}\n0000000000 65535 f \n{table}trailer << /Size {size} /Root 1 0 R >>\n"
-    return (out + f"startxref\n{out.index('xref')}\n%%EOF\n").encode()
-
-
-def encrypted(user: str) -> bytes:
-    writer = pypdf.PdfWriter()
-    writer.append(io.BytesIO(pdf("hidden")))
-    writer.encrypt(user, "owner", algorithm="RC4-128")
+def pdf(*pages: str, user: str | None = None) -> bytes:
+    """A PDF document with a line of text on each page; it is encrypted if there is a `user` password."""
+    name, dictionary, writer = pypdf.generic.NameObject, pypdf.generic.DictionaryObject, pypdf.PdfWriter()
+    font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
+    named = dictionary({name(key): name(value) for key, value in font.items()})
+    for text in pages:
+        content = pypdf.generic.DecodedStreamObject()
+        content.set_data(f"BT /F1 24 Tf 72 720 Td ({text}) Tj ET".encode())
+        page = writer.add_blank_page(612, 792)
+        page[name("/Contents")] = writer._add_object(content)
+        page[name("/Resources")] = dictionary({name("/Font"): dictionary({name("/F1"): named})})
+    if user is not None:
+        writer.encrypt(user, "owner", algorithm="RC4-128")
     out = io.BytesIO()
     writer.write(out)
     return out.getvalue()
@@ -79,7 +63,7 @@ def test_the_pages_of_a_pdf_follow_each_other():
 
 
 def test_a_pdf_that_anyone_may_read_is_read():
-    assert text_of("a.pdf", encrypted("")) == "hidden"
+    assert text_of("a.pdf", pdf("hidden", user="")) == "hidden"
 
 
 def test_paragraphs_and_tables_of_a_word_document_keep_their_order():
@@ -96,7 +80,7 @@ ENTITIES = b"""<?xml version="1.0"?><!DOCTYPE d [<!ENTITY a "aaaaaaaaaa">
     ("name", "data", "reason"),
     [
         ("a.pdf", pdf(""), "PDF document that holds no text"),
-        ("a.pdf", encrypted("secret"), "an encrypted PDF document"),
+        ("a.pdf", pdf("hidden", user="secret"), "an encrypted PDF document"),
         ("a.pdf", pdf("text")[:200], "a PDF document that is damaged"),
         ("a.pdf", b"%PDF-1.7", "a PDF document that is damaged"),
         ("a.docx", word()[:300], "a Word document that is damaged"),

@@ -147,14 +147,6 @@ def test_killed_processes_that_nothing_was_loaded_for(inputs, tmp_path):
     assert tree(tmp_path / "killed") == tree(tmp_path / "unbroken")
 
 
-@pytest.fixture
-def disk(runner: Runner, tmp_path: Path) -> Disk:
-    """A disk of 8 MB, in use by nobody else."""
-    if not runner.has_disks:
-        pytest.skip("small disks need the right to mount a tmpfs (root, or user namespaces)")
-    return Disk(runner, tmp_path / "disk", 8 * 1024 * 1024)
-
-
 @pytest.fixture(scope="module")
 def unbroken(runner: Runner, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A store and its indexes, as they end where there is room."""

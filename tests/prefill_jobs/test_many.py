@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import boto3
 import pytest
 
 from offload_decode.common.errors import (
@@ -22,13 +20,13 @@ from offload_decode.common.errors import (
     StoreMismatch,
 )
 from offload_decode.prefill_jobs import destinations, many
-from offload_decode.prefill_jobs.buckets import exists, pull
+from offload_decode.prefill_jobs.buckets import pull
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, jobs_of, prefill_many
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
 from tests.prefill_jobs.killing import tree
-from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
+from tests.prefill_jobs.services import BUCKET, exists
 
 SETTINGS = Settings(options={"chunk": "32"})
 
@@ -291,24 +289,16 @@ def test_a_bucket_is_tried_before_the_work_begins(bucketed, corpora, tmp_path, m
         run(bucketed.inputs, corpora, "az://b/x", staging=tmp_path / "s")
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    clear(monkeypatch)
-    with serving(moto()) as service:
-        use_s3(monkeypatch, service.url)
-        boto3.client("s3", endpoint_url=service.url).create_bucket(Bucket="many")
-        yield service
-
-
 def test_several_corpora_into_a_bucket(s3, inputs, corpora, tmp_path):
     given: dict[str, Any] = {"staging": tmp_path / "staging"}
-    first = run(inputs, corpora[:2], "s3://many/deep", **given)
+    folder = f"s3://{BUCKET}{tmp_path}/deep"
+    first = run(inputs, corpora[:2], folder, **given)
     assert [result.kept for result in first.values()] == [False, False]
     for corpus, name in zip(corpora, first, strict=False):
-        pull(f"s3://many/deep/{name}", tmp_path / "pulled" / name)
+        pull(f"{folder}/{name}", tmp_path / "pulled" / name)
         assert tree(tmp_path / "pulled" / name) == alone(inputs, corpus, tmp_path / "alone" / name)
     Path(corpora[0]).write_text("something else")
-    again = run(inputs, corpora, "s3://many/deep", **given)
+    again = run(inputs, corpora, folder, **given)
     assert isinstance(again["a.kv"], StoreMismatch)
     assert again["b.kv"].kept
     assert again["b.kv"].pushed is None
@@ -323,10 +313,10 @@ def test_a_bucket_that_goes_away_keeps_the_staged_store(s3, inputs, corpora, tmp
             s3.refuse_after = 0
 
     given: dict[str, Any] = {"staging": tmp_path / "staging"}
-    results = run(inputs, corpora[:2], "s3://many/x", **given, progress=closing)
+    results = run(inputs, corpora[:2], f"s3://{BUCKET}{tmp_path}", **given, progress=closing)
     assert all(isinstance(result, BucketError) for result in results.values())
     s3.refuse_after = None
-    again = run(inputs, corpora[:2], "s3://many/x", **given)
+    again = run(inputs, corpora[:2], f"s3://{BUCKET}{tmp_path}", **given)
     assert [result.resumed_from == result.n_tokens for result in again.values()] == [True, True]
     no_model(monkeypatch)
     with pytest.raises(BucketError, match="no bucket"):

@@ -183,7 +183,7 @@ def test_reported_tokens_are_on_disk_and_a_kill_loses_at_most_two_chunks(tmp_pat
     whole = tree(on_the_host(tmp_path / "host").path)
     partial, left, ran = partial_path(tmp_path / "card"), [], []
 
-    def watched(name):
+    def watched(patch, name):
         plain = getattr(KVStoreWriter, name)
 
         def write(self, *given):
@@ -192,7 +192,7 @@ def test_reported_tokens_are_on_disk_and_a_kill_loses_at_most_two_chunks(tmp_pat
             left.append((copy, len(ran) * CHUNK))
             plain(self, *given)
 
-        monkeypatch.setattr(KVStoreWriter, name, write)
+        patch.setattr(KVStoreWriter, name, write)
 
     def told(stage, done, total):
         if stage == "prefill":
@@ -202,14 +202,11 @@ def test_reported_tokens_are_on_disk_and_a_kill_loses_at_most_two_chunks(tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(chunks.WrittenPrefix, "begin_chunk", lambda *given: (ran.append(1), begin(*given))[1])
         for name in ("append", "commit", "put_queries"):
-            watched(name)
+            watched(patch, name)
         on_a_card(tmp_path / "card", told=told)
     for copy, begun in left:
         # Of those that were begun, the last is under way, and the one before it is being written.
         assert Committed.load(copy).tokens >= begun - 2 * CHUNK
-    monkeypatch.undo()
-    monkeypatch.setattr(chunks, "BLOCK_TOKENS", BLOCK)
-    monkeypatch.setattr(gpu_blocks, "BLOCK_TOKENS", BLOCK)
     for copy, _ in (left[5], left[len(left) // 2], left[-1]):
         on_a_card(copy.with_suffix(""))
         assert tree(copy.with_suffix("")) == whole

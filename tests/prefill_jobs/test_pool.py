@@ -103,7 +103,7 @@ class Machines:
 def ask(
     ray: Machines, stores: str, workers: int, kind: type[OnAMachine] = OnAMachine
 ) -> list[tuple[int, Any]]:
-    pool = Pool(ray, kind, SETUP, workers, {"num_cpus": 1}, anywhere=False)
+    pool = Pool(ray, kind, [SETUP], workers, {"num_cpus": 1}, anywhere=False)
     batches = [QuestionBatch(store, ("?",)) for store in stores]
     return list(pool.run(batches, "answered", lambda progress: None))
 

@@ -21,7 +21,7 @@ from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import Maker, PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, Texts, jobs_of
 from offload_decode.prefill_jobs.on_ray import workers
-from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, PrefillSetup, prefill_on_ray, prefilled
+from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, prefill_on_ray, prefilled
 from offload_decode.prefill_jobs.on_ray.pool import Pool
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Reply, shares
 from tests.prefill_jobs.killing import tree
@@ -65,7 +65,7 @@ class MadeUpRay(Machines):
         self.options.append(options)
         return SimpleNamespace(remote=self._worker)
 
-    def _worker(self, setup: PrefillSetup) -> Any:
+    def _worker(self, *setup: object) -> Any:
         return SimpleNamespace(
             load=SimpleNamespace(remote=lambda: lambda: self._do("load")),
             do=SimpleNamespace(remote=lambda texts: lambda: self._do(texts.job.corpus)),
@@ -85,7 +85,7 @@ def report(name: str) -> PrefillReport:
     return PrefillReport(f"{name}.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)
 
 
-SETUP = PrefillSetup(Maker("m", Settings()), None, Caps())
+SETUP = Maker("m", Settings()), None, Caps()
 
 
 def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[str, Any], list[Any]]:
@@ -194,7 +194,7 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch):
     monkeypatch.setattr(Prefiller, "begin", lambda worker: None)
     monkeypatch.setattr(Prefiller, "run", step)
     monkeypatch.setattr(workers, "POLL_S", 0.0)
-    first, in_its_place = Prefiller(SETUP), Prefiller(SETUP)
+    first, in_its_place = Prefiller(*SETUP), Prefiller(*SETUP)
     first.load()
     assert isinstance(first.do(texts).result, StoreBusy)
     assert isinstance(in_its_place.do(texts).result, PrefillReport)
@@ -203,7 +203,7 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch):
 def test_a_missing_ray_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"offload-decode\[ray\]"):
-        prefill_on_ray([], Cluster("ray", None, Caps()), model="m", settings=Settings())
+        prefill_on_ray([], Cluster("ray", None, Caps()), Maker("m", Settings()))
 
 
 def test_only_ray_addresses_are_taken():
@@ -234,8 +234,7 @@ def test_a_local_cluster_that_loses_a_worker(inputs, tmp_path):
     results = prefill_on_ray(
         jobs_of([*corpora[:2], str(tmp_path / "empty.txt"), *corpora[2:]], str(out)),
         Cluster("ray", 2, Caps()),
-        model=str(inputs / "model"),
-        settings=SETTINGS,
+        Maker(str(inputs / "model"), SETTINGS),
         progress=kill_one,
     )
     assert killed
