@@ -30,30 +30,29 @@ def main(arguments: list[str]) -> int:
 def by_pip_audit() -> int:
     """PyPI's advisories. What PyPI could not be asked about, or does not know, counts as not audited."""
     options = ["--local", "--skip-editable", "--format=json", "--progress-spinner=off"]
-    asked = subprocess.run([sys.executable, "-m", "pip_audit", *options], capture_output=True, text=True)
-    told = json.loads(asked.stdout)["dependencies"] if asked.stdout.startswith("{") else []
-    audited = [one for one in told if "skip_reason" not in one]
+    ran = subprocess.run([sys.executable, "-m", "pip_audit", *options], capture_output=True, text=True)
+    packages = json.loads(ran.stdout)["dependencies"] if ran.stdout.startswith("{") else []
+    audited = [package for package in packages if "skip_reason" not in package]
     if not audited:
-        reason = (
-            "PyPI knows none of the packages" if told else (asked.stderr.strip().splitlines() or ["?"])[-1]
-        )
+        last = (ran.stderr.strip().splitlines() or ["?"])[-1]
+        reason = "PyPI knows none of the packages" if packages else last
         print(f"nothing was audited ({reason}): fetch OSV's advisories, and make audit ADVISORIES=all.zip")
         return NOT_ASKED
     found = [
-        f"{one['name']} {one['version']}: {own['id']}, fixed in {', '.join(own['fix_versions']) or 'none'}"
-        for one in audited
-        for own in one["vulns"]
+        f"{package['name']} {package['version']}: {known['id']}, "
+        f"fixed in {', '.join(known['fix_versions']) or 'none'}"
+        for package in audited
+        for known in package["vulns"]
     ]
-    print(
-        "\n".join(found)
-        or f"nothing known of {len(audited)} packages ({len(told) - len(audited)} not audited)"
-    )
+    skipped = len(packages) - len(audited)
+    print("\n".join(found) or f"nothing known of {len(audited)} packages ({skipped} not audited)")
     return FOUND if found else 0
 
 
 def by_file(archive: Path) -> int:
     """The advisories of an archive against what is installed."""
-    installed = {canonicalize_name(one.name): one.version for one in distributions() if one.name}
+    # The first of a name is imported: setuptools may bring a copy of its own, further back.
+    installed = {canonicalize_name(one.name): one.version for one in [*distributions()][::-1] if one.name}
     try:
         read, found = 0, []
         for advisory in advisories(archive):
@@ -89,25 +88,26 @@ def affected(advisory: dict[str, Any]) -> list[dict[str, Any]]:
 
 def concerns(advisory: dict[str, Any], name: str, version: str) -> bool:
     """Whether a version is listed as affected, or lies in a range: OSV's own rule."""
-    own = [one for one in affected(advisory) if canonicalize_name(one["package"]["name"]) == name]
     return any(
-        version in one.get("versions", ()) or any(_within(version, events) for events in _ranges(one))
-        for one in own
+        version in one.get("versions", ())
+        or any(
+            _within(version, span["events"]) for span in one.get("ranges", ()) if span["type"] == "ECOSYSTEM"
+        )
+        for one in affected(advisory)
+        if canonicalize_name(one["package"]["name"]) == name
     )
 
 
-def _ranges(one: dict[str, Any]) -> list[list[dict[str, str]]]:
-    return [own["events"] for own in one.get("ranges", ()) if own["type"] == "ECOSYSTEM"]
-
-
 def _within(version: str, events: list[dict[str, str]]) -> bool:
-    own, inside = _number(version), False
+    number, inside = _number(version), False
     for event in sorted(events, key=lambda event: _number(next(iter(event.values())))):
         ((kind, at),) = event.items()
         if kind == "introduced":
-            inside = inside or own >= _number(at)
-        elif (kind == "fixed" and own >= _number(at)) or (kind == "last_affected" and own > _number(at)):
-            inside = inside and not _is_number(at)  # of what cannot be compared, a person is to be told
+            inside = inside or number >= _number(at)
+        elif (kind == "fixed" and number >= _number(at)) or (
+            kind == "last_affected" and number > _number(at)
+        ):
+            inside = inside and not _is_number(at)  # what cannot be compared is for a person to decide
     return inside
 
 
