@@ -132,7 +132,8 @@ def written(
     with KVStoreWriter.open(path, manifest, ids, [Document("long-tailed", 0, tokens)]) as writer:
         for number in range(distinct):
             sizes = {"heads": shape.kv_heads, "group": shape.group, "dim": shape.head_dim}
-            made = layers.long_tailed(tokens, **sizes, dtype=loaded.dtype, steps=steps, seed=number)
+            made_up = layers.MadeUp(tokens, **sizes, dtype=loaded.dtype, steps=steps, seed=number)
+            made = made_up.long_tailed()
             for start in range(0, tokens, layers.BLOCK):
                 part = slice(start, start + layers.BLOCK)
                 writer.append(

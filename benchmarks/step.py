@@ -159,8 +159,9 @@ def data(arguments: argparse.Namespace) -> Iterator[Layer]:
             with store_of(arguments) as path:
                 yield layers.captured(path, steps=4 * steps)
             continue
-        make = layers.gaussian if name == "gaussian" else layers.long_tailed
-        whole = make(max(arguments.tokens), heads=arguments.heads, dtype=arguments.dtype, steps=steps)
+        sizes = {"heads": arguments.heads, "dtype": arguments.dtype, "steps": steps}
+        made_up = layers.MadeUp(max(arguments.tokens), **sizes)
+        whole = made_up.gaussian() if name == "gaussian" else made_up.long_tailed()
         for tokens in arguments.tokens:
             yield whole.first(tokens)
 

@@ -53,7 +53,7 @@ def test_speed_without_fidelity_does_not_count() -> None:
 
 
 def test_what_was_measured_on_some_heads_is_scaled_to_all() -> None:
-    layer = layers.long_tailed(200, heads=4, group=2, dim=16, steps=2)
+    layer = layers.MadeUp(200, heads=4, group=2, dim=16, steps=2).long_tailed()
     exact = truth(layer, [8])
 
     def step(rows: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
