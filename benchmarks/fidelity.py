@@ -138,7 +138,8 @@ def judge(layer: Layer, exact: Truth, k: int, outs: Float32, ids: Sequence[Seque
     if ids is not None:
         for place in np.ndindex(mass.shape):
             step, head, row = place
-            mass[place] = mass_of(layer, head, layer.steps[place], ids[step][head][row], exact.lse[place])
+            lse = float(exact.lse[place])
+            mass[place] = mass_of(layer, head, layer.steps[place], ids[step][head][row], lse)
     ratio = np.minimum(mass / oracle, 1)
     return Fidelity(
         ratio=float(ratio.mean()),

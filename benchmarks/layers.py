@@ -180,7 +180,8 @@ def _topics(length: int, generator: np.random.Generator) -> Topics:
     lengths = generator.geometric(1 / RUN, runs)
     while lengths.sum() < length:
         lengths *= 2
-    return np.repeat(topics, lengths)[:length].astype(np.int64)
+    tokens: Topics = np.repeat(topics, lengths)[:length].astype(np.int64)
+    return tokens
 
 
 def _attended(generator: np.random.Generator, steps: int, group: int) -> Topics:
