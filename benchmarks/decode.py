@@ -14,16 +14,14 @@ that differs, that dense attention to the store gives too.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +30,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from benchmarks import history, machine, tables
+from benchmarks import history
 from offload_decode.attention.rows import Rows, tensor_view
 from offload_decode.common.memory import total_memory
 from offload_decode.engine.engine import Engine
@@ -58,12 +56,15 @@ Answers = list[tuple[int, ...]]
 
 @dataclass
 class Pass:
-    """One forward pass: when it began and ended, and the seconds in it that are not the model's own."""
+    """One forward pass: when it began and ended, the seconds in it that are not the model's own, and which
+    stats had counted how many seconds of search, gathering and attention by its end.
+    """
 
     began: float
     ended: float = 0.0
     ours: float = 0.0
-    stages: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    stats: Any = None
+    counted: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class Clock:
@@ -72,8 +73,6 @@ class Clock:
     def __init__(self, model: torch.nn.Module):
         self.passes: list[Pass] = []
         self._model = model
-        self._stats: Any = None
-        self._before: tuple[Any, tuple[float, float, float]] = (None, (0.0, 0.0, 0.0))
 
     def __enter__(self) -> Clock:
         AttentionInterface.register(NAME, self._attention)
@@ -94,34 +93,30 @@ class Clock:
         """Seconds of the steps of an answer, and where they went. The first pass is the question's, and what
         follows the last is no step.
         """
-        return [spent(one, following.began) for one, following in pairwise(self.passes[1:])]
+        return [spent(*three) for three in zip(self.passes, self.passes[1:], self.passes[2:], strict=False)]
 
     def _begin(self) -> None:
         self.passes.append(Pass(time.perf_counter()))
 
     def _end(self) -> None:
-        own = self.passes[-1]
-        own.ended = time.perf_counter()
-        if self._stats is not None:
-            spent = (self._stats.search_s, self._stats.gather_s, self._stats.attend_s)
-            stats, known = self._before
-            before = known if stats is self._stats else (0.0, 0.0, 0.0)
-            own.stages = (spent[0] - before[0], spent[1] - before[1], spent[2] - before[2])
-            self._before = (self._stats, spent)
+        one = self.passes[-1]
+        one.ended = time.perf_counter()
+        if one.stats is not None:
+            one.counted = (one.stats.search_s, one.stats.gather_s, one.stats.attend_s)
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
-            given = work(*arguments, **named)
+            result = work(*arguments, **named)
             self.passes[-1].ours += time.perf_counter() - began
-            return given
+            return result
 
         return timed
 
     def _attention(self, module: Any, query: Any, key: Any, *rest: Any, **named: Any) -> Any:
         layer = RUNNING.current.layer_of(key)
         if isinstance(layer, PrefixLayer):
-            self._stats = getattr(layer.prefix, "stats", None)
+            self.passes[-1].stats = getattr(layer.prefix, "stats", None)
         return self._timed(prefix_attention)(module, query, key, *rest, **named)
 
 
@@ -153,23 +148,14 @@ class Bench:
     tokens: int
     seconds: float
 
-    def ways(self) -> dict[str, dict[str, str]]:
-        """Our ways: the options of each."""
-        found = indexes_folder(self.store.path)
-        kinds = [kind for kind in registry.kinds() if kind == "flat" or (found / kind).is_dir()]
-        return {
-            DENSE: {},
-            **{f"topk, {kind}": {"budget": self.budget, "index": kind} for kind in kinds},
-            "quest": {"budget": self.budget, "dense_layers": ""},
-        }
-
     def measured(self, way: str, questions: Sequence[str], expected: Answers | None) -> tuple[Row, Answers]:
         """A way, asked again and again for `seconds`; what it answered."""
         if way == BASELINE:
             ask, model = partial(self._generate, questions), self.plain
         else:
             name = way.partition(",")[0]
-            engine = Engine.open(self.store, self.loaded, selector=name, options=self.ways()[way])
+            options = {DENSE: {}, **ways(self.store.path, self.budget)}[way]
+            engine = Engine.open(self.store, self.loaded, selector=name, options=options)
             ask, model = partial(self._ask, engine, questions), self.loaded.model
         with Clock(model) as clock:
             began = time.perf_counter()
@@ -195,12 +181,12 @@ class Bench:
 
     def _generate(self, questions: Sequence[str]) -> Answers:
         prompt = self.loaded.prompt
-        asked = [prompt.first(self.loaded.tokenizer, question) for question in questions]
-        longest, stored = max(map(len, asked)), self.store.tokens.tolist()
-        ids = torch.tensor([stored + [0] * (longest - len(own)) + own for own in asked])
+        rows = [prompt.first(self.loaded.tokenizer, question) for question in questions]
+        longest, stored = max(map(len, rows)), self.store.tokens.tolist()
+        ids = torch.tensor([stored + [0] * (longest - len(row)) + row for row in rows])
         mask = torch.ones_like(ids)
-        for row, own in enumerate(asked):
-            mask[row, len(stored) : len(stored) + longest - len(own)] = 0
+        for place, row in enumerate(rows):
+            mask[place, len(stored) : len(stored) + longest - len(row)] = 0
         cache = full_cache(self.store, self.plain.config, len(questions))
         out = self.plain.generate(
             ids, attention_mask=mask, **{generate_name(): cache}, max_new_tokens=self.tokens, do_sample=False
@@ -208,10 +194,24 @@ class Bench:
         return [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
 
 
-def spent(one: Pass, following: float) -> tuple[float, dict[str, float]]:
+def ways(path: Path, budget: str) -> dict[str, dict[str, str]]:
+    """Our ways with a store, by `SELECTOR, …`: the options of each."""
+    built = indexes_folder(path)
+    kinds = [kind for kind in registry.kinds() if kind == "flat" or (built / kind).is_dir()]
+    return {
+        **{f"topk, {kind}": {"budget": budget, "index": kind} for kind in kinds},
+        "quest": {"budget": budget, "dense_layers": ""},
+    }
+
+
+def spent(before: Pass, one: Pass, following: Pass) -> tuple[float, dict[str, float]]:
     """The seconds of a step, and where they went."""
-    step, model = following - one.began, one.ended - one.began - one.ours
-    return step, dict(zip(STAGES, (*one.stages, model, step - model - sum(one.stages)), strict=True))
+    counted = np.array(one.counted)
+    if before.stats is one.stats:
+        counted -= before.counted
+    step, model = following.began - one.began, one.ended - one.began - one.ours
+    stages = (*counted.tolist(), model, step - model - counted.sum())
+    return step, dict(zip(STAGES, map(float, stages), strict=True))
 
 
 def agreement(answer: Sequence[int], expected: Sequence[int]) -> float:
@@ -224,15 +224,15 @@ def agreement(answer: Sequence[int], expected: Sequence[int]) -> float:
 def full_cache(store: KVStore, config: Any, questions: int) -> DynamicCache:
     """transformers' own cache of everything that is stored, in the model's dtype."""
     cache, shape = DynamicCache(config=config), store.manifest.shape
-    for layer, own in enumerate(shape.layers):
-        if own.local:
-            keys, values = (tensor_view(part) for part in store.window(layer))
+    dtype = getattr(torch, store.manifest.dtype)
+    for number, layer in enumerate(shape.layers):
+        if layer.local:
+            keys, values = (tensor_view(part) for part in store.window(number))
         else:
-            keys, values = (whole(rows, layer, shape.kv_heads) for rows in (store.keys, store.values))
-        dtype = getattr(torch, store.manifest.dtype)
-        cache.update(keys[None].to(dtype), values[None].to(dtype), layer)
-        if own.local:
-            cache.layers[layer].cumulative_length = store.manifest.n_tokens
+            keys, values = (whole(rows, number, shape.kv_heads) for rows in (store.keys, store.values))
+        cache.update(keys[None].to(dtype), values[None].to(dtype), number)
+        if layer.local:
+            cache.layers[number].cumulative_length = store.manifest.n_tokens
     cache.batch_repeat_interleave(questions)
     return cache
 
@@ -249,7 +249,7 @@ def fits(store: KVStore, questions: int) -> bool:
     return 2 * questions * (cost["keys"] + cost["values"]) < 0.6 * total_memory()
 
 
-def asked(questions: int) -> list[str]:
+def different(questions: int) -> list[str]:
     """Different questions, of a length."""
     rng = random.Random(0)
     return [ASK.format(key=key) for key in words.keys(rng, questions)]
@@ -272,12 +272,12 @@ def compared(bench: Bench, counts: Sequence[int]) -> list[Row]:
     """Every way with every number of questions."""
     rows: list[Row] = []
     with idle_store(bench.store, bench.loaded) as small:
-        idle = Bench(small, bench.loaded, bench.plain, bench.budget, bench.tokens, bench.seconds / 4)
+        idle = replace(bench, store=small, seconds=bench.seconds / 4)
         for count in counts:
-            questions = asked(count)
+            questions = different(count)
             expected: Answers | None = None
             least, _ = idle.measured(BASELINE, questions, None)
-            for way in (*bench.ways(), BASELINE):
+            for way in (DENSE, *ways(bench.store.path, bench.budget), BASELINE):
                 print(f"{way}, {count} at once", file=sys.stderr, flush=True)
                 if way == BASELINE and not fits(bench.store, count):
                     print(f"{way} does not fit into memory", file=sys.stderr)
@@ -286,71 +286,62 @@ def compared(bench: Bench, counts: Sequence[int]) -> list[Row]:
                 expected = answers if way == DENSE else expected
                 if way != BASELINE:
                     still, _ = idle.measured(way, questions, None)
-                    row = Row(**{**vars(row), "idle": max(0.0, still.seconds - least.seconds)})
+                    row = replace(row, idle=max(0.0, still.seconds - least.seconds))
                 rows.append(row)
     return rows
 
 
-def show(rows: Sequence[Row]) -> str:
-    """A table for each number of questions."""
+def ratios(rows: Sequence[Row]) -> Iterator[tuple[Row, float | None, float | None]]:
+    """Every row: its seconds in those of a single question, and those of the baseline in its own."""
     base = {row.questions: row.seconds for row in rows if row.way == BASELINE}
     alone = {row.way: row.seconds for row in rows if row.questions == 1}
+    for row in rows:
+        of_one = row.seconds / alone[row.way] if row.way in alone else None
+        yield row, of_one, base[row.questions] / row.seconds if row.questions in base else None
+
+
+def show(rows: Sequence[Row]) -> str:
+    """A table of all rows."""
     heads = ["way", "questions", "tokens/s", "step, ms", *(f"{stage}, ms" for stage in STAGES)]
     heads += ["idle, ms", "of 1 question", f"x {BASELINE}", "same"]
-    return tables.table(
-        heads,
+    cells = [
         [
-            [
-                row.way,
-                str(row.questions),
-                f"{row.tokens_per_second:,.1f}",
-                f"{row.seconds * 1e3:.2f}",
-                *(f"{row.stages[stage] * 1e3:.2f}" for stage in STAGES),
-                "" if row.idle is None else f"{row.idle * 1e3:.2f} ({row.idle / row.seconds:.0%})",
-                f"{row.seconds / alone[row.way]:.2f}x" if row.way in alone else "",
-                f"{base[row.questions] / row.seconds:.2f}x" if row.questions in base else "",
-                f"{row.same:.0%}",
-            ]
-            for row in rows
-        ],
-    )
+            row.way,
+            str(row.questions),
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.seconds * 1e3:.2f}",
+            *(f"{row.stages[stage] * 1e3:.2f}" for stage in STAGES),
+            "" if row.idle is None else f"{row.idle * 1e3:.2f} ({row.idle / row.seconds:.0%})",
+            *("" if ratio is None else f"{ratio:.2f}x" for ratio in (of_one, faster)),
+            f"{row.same:.0%}",
+        ]
+        for row, of_one, faster in ratios(rows)
+    ]
+    return history.table(heads, cells)
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Single numbers for the history."""
-    base = {row.questions: row.seconds for row in rows if row.way == BASELINE}
-    alone = {row.way: row.seconds for row in rows if row.questions == 1}
     found: dict[str, float] = {}
-    for row in rows:
+    for row, of_one, faster in ratios(rows):
         name = f"{row.way}/{row.questions}"
         found[f"{name}/tokens per second"] = row.tokens_per_second
-        if row.questions in base and row.way != BASELINE:
-            found[f"{name}/x transformers"] = base[row.questions] / row.seconds
-        if row.questions > 1 and row.way in alone:
-            found[f"{name}/of 1 question"] = row.seconds / alone[row.way]
+        if faster is not None and row.way != BASELINE:
+            found[f"{name}/x transformers"] = faster
+        if of_one is not None and row.questions > 1:
+            found[f"{name}/of 1 question"] = of_one
         if row.idle is not None:
             found[f"{name}/idle share"] = row.idle / row.seconds
     return found
 
 
-def without_end(model: Any) -> None:
-    """Answers of one length."""
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-
-
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = history.option_parser(__doc__)
     parser.add_argument("--store", type=Path, help="a store; its model is loaded, on the CPU")
     parser.add_argument("--budget", default="1024", help="stored tokens for each query, of topk and quest")
     parser.add_argument("--questions", default="1,4,16", help="at once, separated by commas")
     parser.add_argument("--tokens", type=int, default=12, help="of each answer")
     parser.add_argument("--seconds", type=float, default=3.0, help="for the repetitions of a way")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--json", type=Path, help="save everything that was measured")
-    parser.add_argument("--results", type=Path, default=history.RESULTS, help="for the plot and the history")
     arguments = parser.parse_args(argv)
     if arguments.store is None:
         parser.error("--store is needed: make one with `offload-decode prefill`")
@@ -363,38 +354,21 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parsed(argv)
-    host = machine.measure(1 << 22) if arguments.quick else machine.measure()
     store = KVStore.open(arguments.store)
-    loaded, plain = (load(store.manifest.model_id, "cpu", store.manifest.dtype) for _ in range(2))
+    length, model_id = store.manifest.n_tokens, store.manifest.model_id
+    host = history.begin(arguments, f"Answers from {length:,} stored tokens, budget {arguments.budget}")
+    loaded, plain = (load(model_id, "cpu", store.manifest.dtype) for _ in range(2))
     plain.model.set_attn_implementation("sdpa")
-    for model in (loaded.model, plain.model):
-        without_end(model)
-    length = store.manifest.n_tokens
-    print(
-        f"# Answers from {length:,} stored tokens, budget {arguments.budget}\n\n{host.lines()}\n", flush=True
-    )
+    for model in (loaded.model, plain.model):  # answers of one length
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
     bench = Bench(store, loaded, plain.model, arguments.budget, arguments.tokens, arguments.seconds)
     rows = compared(bench, [int(count) for count in arguments.questions.split(",")])
     print(show(rows))
-    settings = {"stored tokens": length, "budget": arguments.budget, "model": store.manifest.model_id}
+    settings = {"stored tokens": length, "budget": arguments.budget, "model": model_id}
     settings |= {"tokens": arguments.tokens, "threads": torch.get_num_threads()}
-    if arguments.json:
-        saved = {"settings": settings, **machine.made_with(host), "figures": figures(rows)}
-        saved["rows"] = [asdict(row) for row in rows]
-        arguments.json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
-    if not arguments.quick:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            lines.setdefault(row.way, []).append((row.questions, row.tokens_per_second))
-        tables.draw(
-            arguments.results / "decode.png",
-            "Answers from a store, end to end",
-            {f"{length:,} stored tokens, budget {arguments.budget}": lines},
-            across="questions at once",
-            up="tokens a second",
-            footnote=host.lines(),
-        )
-        history.append(arguments.results, "decode", settings, figures(rows), host)
+    details = [asdict(row) for row in rows]
+    history.save(arguments, "decode", settings, figures(rows), host, rows=details)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Sample:
     def holds_enough(self, ids: Sequence[Ids]) -> bool:
         """Whether tokens `[R, n]` of the first heads hold ENOUGH of the oracle's mass, on average."""
         ratios = [
-            min(held(self.layer, head, query, row, highest) / best, 1)
+            min(mass_of(self.layer, head, query, row, highest) / best, 1)
             for head, own in enumerate(ids)
             for query, row, highest, best in zip(
                 self.rows[head], own, self.highest[head], self.best[head], strict=True
@@ -108,8 +108,7 @@ def truth(layer: Layer, ks: Iterable[int]) -> Truth:
         lse[:, head] = (highest + np.log(total)).reshape(steps, group)
         dense[:, head] = (weighed(weights, layer.values[head]) / total).reshape(steps, group, dim)
         most = max(ks)
-        order = np.argpartition(-weights, most - 1, axis=1)[:, :most] if most < layer.length else None
-        order = np.broadcast_to(np.arange(layer.length), weights.shape) if order is None else order
+        order = np.argpartition(-weights, most - 1, axis=1)[:, :most]
         kept = np.take_along_axis(weights, order, 1)
         place = np.argsort(-kept, axis=1)
         order, kept = np.take_along_axis(order, place, 1), np.take_along_axis(kept, place, 1)
@@ -137,8 +136,10 @@ def judge(layer: Layer, exact: Truth, k: int, outs: Float32, ids: Sequence[Seque
     oracle = exact.mass[k][:steps, :heads]
     mass = np.ones(oracle.shape)
     if ids is not None:
-        by_step = [[mass_of(layer, exact, s, h, ids[s][h]) for h in range(heads)] for s in range(steps)]
-        mass = np.array(by_step)
+        for place in np.ndindex(mass.shape):
+            step, head, row = place
+            lse = float(exact.lse[place])
+            mass[place] = mass_of(layer, head, layer.steps[place], ids[step][head][row], lse)
     ratio = np.minimum(mass / oracle, 1)
     return Fidelity(
         ratio=float(ratio.mean()),
@@ -150,17 +151,7 @@ def judge(layer: Layer, exact: Truth, k: int, outs: Float32, ids: Sequence[Seque
     )
 
 
-def mass_of(layer: Layer, exact: Truth, step: int, head: int, ids: Ids) -> npt.NDArray[np.float64]:
-    """Shares `[G]` of the attention that tokens `ids [G, n]` hold for one head's rows of a step."""
-    return np.array(
-        [
-            held(layer, head, query, own, lse)
-            for query, own, lse in zip(layer.steps[step, head], ids, exact.lse[step, head], strict=True)
-        ]
-    )
-
-
-def held(layer: Layer, head: int, query: Float32, ids: Ids, lse: float) -> float:
+def mass_of(layer: Layer, head: int, query: Float32, ids: Ids, lse: float) -> float:
     """What tokens `ids [n]` hold of the exponentials of a query's logits, in units of `exp(lse)`: with the
     log-sum-exp of all tokens, their share of the attention. A token counts once.
     """

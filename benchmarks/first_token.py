@@ -27,37 +27,32 @@ def main(store: str, selector: str, *options: str) -> None:
     from offload_decode.engine.engine import Engine
 
     ordered(1.0)  # Numba imports the rest of itself when the first function is called
-    faults, read = _major_faults(), _read_bytes()
+    faults, read = waits()
     imported = time.perf_counter()
     engine = Engine.open(store, selector=selector, options=split_pairs(list(options)), device="cpu")
     opened = time.perf_counter()
     token = int(engine.ask(QUESTION).argmax())
     asked = time.perf_counter()
-    stats = engine.prefix.stats
+    stats, (all_faults, all_read) = engine.prefix.stats, waits()
     report = {
         "imports": imported - began,
         "open": opened - imported,
         "question": asked - opened,
         "search": stats.search_s,
         "attend": stats.gather_s + stats.attend_s,
-        "faults": _major_faults() - faults,
-        "disk": _read_bytes() - read,
+        "faults": all_faults - faults,
+        "disk": all_read - read,
         "tokens": stats.tokens,
         "token": token,
     }
     print(json.dumps(report))
 
 
-def _major_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-
-
-def _read_bytes() -> int:
+def waits() -> tuple[int, int]:
+    """Times that a page was waited for so far, and bytes that came from the disk (on Linux, else 0)."""
     about = Path("/proc/self/io")
-    if not about.exists():
-        return 0
-    counts = dict(line.split(": ") for line in about.read_text().splitlines())
-    return int(counts["read_bytes"])
+    counts = dict(line.split(": ") for line in about.read_text().splitlines()) if about.exists() else {}
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt, int(counts.get("read_bytes", 0))
 
 
 if __name__ == "__main__":

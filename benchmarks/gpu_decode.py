@@ -19,7 +19,6 @@ Real text's are alike from step to step, these are not: the device's cache hits 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -34,9 +33,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import fidelity, layers, machine, traffic
-from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
-from benchmarks.timing import timed
+from benchmarks import fidelity, layers, machine
+from benchmarks.gpu_prefill import EIGHT_BILLION, TINY, no_device, option_parser, save
+from benchmarks.ways import search_traffic
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cuda_graphs import WORTH, GraphForward, report
@@ -73,7 +72,7 @@ def device_rates(device: torch.device, moved: int) -> dict[str, float]:
             torch.cuda.synchronize(device)
 
     return {
-        name: moved / timed(lambda _, work=work: finished(work), cold=False, seconds=0.2).median  # type: ignore[misc]
+        name: moved / machine.timed(lambda _, work=work: finished(work), cold=False, seconds=0.2).median  # type: ignore[misc]
         for name, work in works.items()
     }
 
@@ -90,8 +89,8 @@ class SharedStore(KVStore):
         return super().digest(layer % self.distinct, kv_head)
 
 
-class Asked(StoredPrefix):
-    """A stored prefix that is asked made-up queries `[distinct, S, H, D]` in place of the model's."""
+class MadeUpQueries(StoredPrefix):
+    """A stored prefix that attends with made-up queries `[distinct, S, H, D]` in place of the model's."""
 
     def __init__(self, prefix: StoredPrefix, queries: torch.Tensor):
         super().__init__(prefix.host, prefix.chosen, prefix.tail)
@@ -100,10 +99,10 @@ class Asked(StoredPrefix):
     def begin(self, layer: int, query: torch.Tensor, *rest: Any) -> Any:
         distinct, turns = len(self.queries), -(-len(self.selector.shape.layers) // len(self.queries))
         self.step += layer == 0
-        asked = self.queries[layer % distinct, self.step * turns + layer // distinct]
-        return super().begin(layer, asked.view_as(query), *rest)
+        made_up = self.queries[layer % distinct, self.step * turns + layer // distinct]
+        return super().begin(layer, made_up.view_as(query), *rest)
 
-    def fresh(self) -> Asked:
+    def fresh(self) -> MadeUpQueries:
         """Itself: there is one conversation."""
         return self
 
@@ -118,9 +117,11 @@ def model_of(config: dict[str, int], weights: str, device: str) -> LoadedModel:
     return wrap(taken, None, "random weights", known)
 
 
-def written(path: Path, loaded: LoadedModel, given: Any, steps: int) -> tuple[KVStore, torch.Tensor, Any]:
+def written(
+    path: Path, loaded: LoadedModel, arguments: argparse.Namespace, steps: int
+) -> tuple[KVStore, torch.Tensor, Any]:
     """The store of `distinct` layers with its indexes, opened as one of all layers, and the queries."""
-    shape, tokens, distinct = loaded.shape, given.tokens, given.distinct
+    shape, tokens, distinct = loaded.shape, arguments.tokens, arguments.distinct
     ids = np.random.default_rng(0).integers(0, loaded.model.config.vocab_size, tokens).astype(np.int32)
     known = {n: getattr(loaded, n) for n in ("model_id", "weights_hash", "tokenizer_hash", "dtype", "rope")}
     few = replace(shape, layers=shape.layers[:distinct])
@@ -131,7 +132,8 @@ def written(path: Path, loaded: LoadedModel, given: Any, steps: int) -> tuple[KV
     with KVStoreWriter.open(path, manifest, ids, [Document("long-tailed", 0, tokens)]) as writer:
         for number in range(distinct):
             sizes = {"heads": shape.kv_heads, "group": shape.group, "dim": shape.head_dim}
-            made = layers.long_tailed(tokens, **sizes, dtype=loaded.dtype, steps=steps, seed=number)
+            made_up = layers.MadeUp(tokens, **sizes, dtype=loaded.dtype, steps=steps, seed=number)
+            made = made_up.long_tailed()
             for start in range(0, tokens, layers.BLOCK):
                 part = slice(start, start + layers.BLOCK)
                 writer.append(
@@ -141,7 +143,7 @@ def written(path: Path, loaded: LoadedModel, given: Any, steps: int) -> tuple[KV
             queries.append(torch.from_numpy(made.steps).flatten(1, 2))
         writer.commit(tokens)
         writer.publish()
-    report = build_indexes(path, "clusters", k=given.budget)
+    report = build_indexes(path, "clusters", k=arguments.budget)
     for layer in range(distinct, len(shape.layers)):
         name, own = (f"layer-{number:03d}-" for number in (layer, layer % distinct))
         for file in report.folder.glob(own + "*"):
@@ -161,12 +163,12 @@ def search_bytes(engine: Engine, queries: torch.Tensor, k: int) -> tuple[Any, fl
     ids = [type(built[0]).search_heads(built, step, k).ids for step in steps]
     exact = fidelity.truth(layer, [k])
     judged = fidelity.judge(layer, exact, k, exact.best[k], ids)
-    return traffic.of_search(layer, built, steps[0], list(ids[0])), judged.ratio
+    return search_traffic(layer, built, steps[0], list(ids[0])), judged.ratio
 
 
 def decoded(engine: Engine, queries: torch.Tensor, tokens: int) -> dict[str, Any]:
     """Seconds and costs of a token, the mean of `tokens` after a warm-up."""
-    prefix = engine.prefix = Asked(engine.prefix, queries)
+    prefix = engine.prefix = MadeUpQueries(engine.prefix, queries)
     engine.cache = engine.new_cache()
     token, began = 1, 0.0
     for step in range(WARM_UP + tokens):
@@ -182,48 +184,45 @@ def decoded(engine: Engine, queries: torch.Tensor, tokens: int) -> dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1 << 20, help="stored")
     parser.add_argument("--distinct", type=int, default=4, help="layers that are made, 32 at most")
     parser.add_argument("--decode", type=int, default=32, help="tokens that are timed, each way")
     parser.add_argument("--budget", type=int, default=1024, help="stored tokens for each query")
     parser.add_argument("--weights", default="int4", choices=("int4", "int8", "auto"), help="auto: float16")
-    parser.add_argument("--tiny", action="store_true", help="a small plain model and store, on the CPU")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the figures")
-    given = parser.parse_args()
-    if not (torch.cuda.is_available() or given.tiny):
-        print("gpu_decode.py needs a CUDA device, and torch sees none here.", file=sys.stderr)
+    arguments = parser.parse_args()
+    if no_device(arguments, "gpu_decode.py"):
         return 2
     device, ways = "cpu", {"host": ("host", 0)}
-    if given.tiny:
-        given.tokens, given.distinct, given.decode, given.budget, given.weights = 8192, 1, 4, 32, "auto"
+    if arguments.tiny:
+        vars(arguments).update(tokens=8192, distinct=1, decode=4, budget=32, weights="auto")
     else:
         device, ways["device"] = "cuda", ("device", 0)
         ways["device, 2 GiB cached"] = ("device", 2 << 30)
         ways["pinned"] = ("pinned", 0)
         ways[PLAIN] = ("host", 0)
-        if given.weights != "auto":  # 16 GB by themselves
+        if arguments.weights != "auto":  # 16 GB by themselves
             apply_caps(Caps(16 << 30, None), device)
-    check_weights(given.weights)
-    loaded = model_of(TINY if given.tiny else EIGHT_BILLION, given.weights, device)
+    check_weights(arguments.weights)
+    loaded = model_of(TINY if arguments.tiny else EIGHT_BILLION, arguments.weights, device)
     depth = len(loaded.shape.layers)
-    steps = (WARM_UP + given.decode) * -(-depth // given.distinct)
-    host = machine.measure(1 << 22) if given.tiny else machine.measure()
-    rates = device_rates(torch.device(device), 1 << 22 if given.tiny else MOVED)
+    steps = (WARM_UP + arguments.decode) * -(-depth // arguments.distinct)
+    host = machine.measure(arguments.tiny)
+    rates = device_rates(torch.device(device), 1 << 22 if arguments.tiny else MOVED)
     table = loaded.model.get_input_embeddings().weight  # one row of it is read
     weights = sum(part.nbytes for part in loaded.model.parameters() if part is not table)
     with TemporaryDirectory(prefix="offload-decode-gpu-", dir=".") as folder:
-        path, options = Path(folder).resolve() / "s", {"budget": str(given.budget), "index": "clusters"}
-        store, asked, built = written(path, loaded, given, steps)
+        path, options = Path(folder).resolve() / "s", {"budget": str(arguments.budget), "index": "clusters"}
+        store, queries, built = written(path, loaded, arguments, steps)
         found: dict[str, Any] = {}
         for name, (attend, cache) in ways.items():
             engine = Engine.open(store, loaded, options=options, attend=attend, device_cache=cache)
             if name == PLAIN:
                 forward: GraphForward = loaded.model.base_model.forward
                 forward.refused = "the plain passes are timed"
-            found[name] = decoded(engine, asked, given.decode)
+            found[name] = decoded(engine, queries, arguments.decode)
             found[name]["graphs"] = report(loaded.model.base_model)
-        read, mass = search_bytes(engine, asked, given.budget)
+        read, mass = search_bytes(engine, queries, arguments.budget)
     allowed = depth * (read.in_order / host.read + read.rows / host.gather)
     for own in found.values():
         times = {
@@ -234,22 +233,19 @@ def main() -> int:
         own["shares"] = {name: value / own["seconds"] for name, value in times.items()}
     figures = {
         "date": date.today().isoformat(),
-        "card": "none" if given.tiny else torch.cuda.get_device_name(),
-        "settings": {name: str(value) for name, value in vars(given).items() if name != "out"},
+        "card": "none" if arguments.tiny else torch.cuda.get_device_name(),
+        "settings": {name: str(value) for name, value in vars(arguments).items() if name != "out"},
         "made_with": made_with(loaded),
         **machine.made_with(host),
         "bandwidths": rates,
         "index": {"seconds": built.seconds, "recall": built.recall, "of the exact top-k's mass": mass},
         "weights_bytes": weights,
         "host_bytes_a_token": depth * (read.in_order + read.rows),
-        "bytes_between_turns": given.distinct * (read.in_order + read.rows),
-        "peak_gpu_bytes": 0 if given.tiny else torch.cuda.max_memory_reserved(),
+        "bytes_between_turns": arguments.distinct * (read.in_order + read.rows),
+        "peak_gpu_bytes": 0 if arguments.tiny else torch.cuda.max_memory_reserved(),
         "ways": found,
     }
-    print(json.dumps(figures, indent=1))
-    if not given.tiny:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "gpu_decode.json").write_text(json.dumps(figures, indent=1) + "\n")
+    save(arguments, figures, "gpu_decode.json")
     return 0
 
 

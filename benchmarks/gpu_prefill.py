@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,10 +57,33 @@ class Enough(Exception):
     """The time is up."""
 
 
+def option_parser(about: str | None) -> argparse.ArgumentParser:
+    """With the options that both scripts of an 8B-shaped model have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the figures")
+    return parser
+
+
+def no_device(arguments: argparse.Namespace, script: str) -> bool:
+    """Whether a device is needed, and torch sees none: then stderr says so."""
+    missing = not (torch.cuda.is_available() or arguments.tiny)
+    if missing:
+        print(f"{script} needs a CUDA device, and torch sees none here.", file=sys.stderr)
+    return missing
+
+
+def save(arguments: argparse.Namespace, figures: dict[str, Any], name: str) -> None:
+    """Print what was measured, and keep it, unless the model was a tiny one."""
+    text = json.dumps(figures, indent=1)
+    print(text)
+    if not arguments.tiny:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / name).write_text(text + "\n")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="of prefill, at most")
     parser.add_argument("--tokens", type=int, default=131_072, help="at most: 128 KiB a token go to the disk")
     parser.add_argument("--gpu-memory", help="cap, as of `offload-decode prefill`")
@@ -69,11 +93,8 @@ def main() -> int:
         "--weights", choices=("auto", STREAMED), default="auto", help="on the GPU, or streamed"
     )
     parser.add_argument("--kv", default="auto", help="auto, int8 or int4-values")
-    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the figures")
     arguments = parser.parse_args()
-    if not (torch.cuda.is_available() or arguments.tiny):
-        print("gpu_prefill.py needs a CUDA device, and torch sees none here.", file=sys.stderr)
+    if no_device(arguments, "gpu_prefill.py"):
         return 2
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,12 +132,7 @@ def main() -> int:
         "card": torch.cuda.get_device_name() if device == "cuda" else "none",
         "made_with": made_with(loaded),
         "cap": arguments.gpu_memory,
-        "settings": {
-            "method": arguments.method,
-            **options,
-            "kv": arguments.kv,
-            "weights": arguments.weights,
-        },
+        "settings": {"method": arguments.method, **options, "kv": arguments.kv, "weights": arguments.weights},
         "tokens": done,
         "seconds": round(seconds, 1),
         "tokens_per_second": round(done / max(seconds, 1e-9), 1),
@@ -124,12 +140,8 @@ def main() -> int:
         "peak_host_bytes": memory,
         "written_bytes": written,
     }
-    print(json.dumps(figures, indent=1))
-    if not arguments.tiny:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        way = "" if arguments.weights == "auto" else f"_{arguments.weights}"
-        name = f"gpu_prefill_{arguments.method}_{arguments.gpu_memory or 'whole'}{way}.json"
-        (arguments.out / name).write_text(json.dumps(figures, indent=1) + "\n")
+    way = "" if arguments.weights == "auto" else f"_{arguments.weights}"
+    save(arguments, figures, f"gpu_prefill_{arguments.method}_{arguments.gpu_memory or 'whole'}{way}.json")
     return 0
 
 

@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import nan
 from pathlib import Path
 
@@ -33,7 +34,22 @@ BUDGET = 2048
 REPEATS = 30
 DENSE_TOKENS = 2**17  # beyond, repeated keys and values outgrow small cards
 # Llama-3-8B's layer, and the paper's (Llama-2-7B: no shared heads). (KV heads, group)
-HEADS = {"8 KV heads x 4": (8, 4), "32 KV heads x 1": (32, 1)}
+LLAMA_3, LLAMA_2 = (8, 4), (32, 1)
+BACKENDS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
+TITLE = (
+    "heads             tokens  page bounds   scoring ms (copy)   top-k ms (torch)"
+    "  attention ms (copy)   quest ms  dense ms  ratio"
+)
+LINE = (
+    "{heads:<16} {tokens:>7} {page_size:>5} {bounds:<8} {scoring_ms:>10.4f} ({scoring_share_of_copy:>4.0%}) "
+    "{top_k_ms:>9.4f} ({torch_topk_ms:.4f}) {attention_ms:>12.4f} ({attention_share_of_copy:>4.0%}) "
+    "{quest_ms:>10.4f} {dense_ms:>9.4f} {dense_over_quest:>5.2f}x"
+)
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float | None:
@@ -95,47 +111,32 @@ def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: flo
         sys.exit(f"{name} is off the torch reference by {float(gap):.1e} of its largest value")
 
 
-def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Every way torch has for one token's attention over all keys, `query [Hkv, G, D]` in the keys' dtype."""
-    kv_heads, group, dim = query.shape
-    attend = torch.nn.functional.scaled_dot_product_attention
-    ways: dict[str, Callable[[], object]] = {}
-    repeated = tuple(part[None].repeat_interleave(group, 1) for part in (keys, values))
-    shared = keys[None], values[None]
-    for backend in (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.MATH,
-    ):
-
-        def run(rows: torch.Tensor, held: tuple[torch.Tensor, ...], backend: SDPBackend = backend) -> object:
-            with sdpa_kernel(backend):
-                return attend(rows, *held, enable_gqa=rows.shape[1] != held[0].shape[1])
-
-        # The group's heads as query rows of their KV head read each key once, as grouped heads would.
-        forms = {"group as rows": (query[None], shared)}
-        if group > 1:
-            forms["repeated"] = (query.reshape(1, kv_heads * group, 1, dim), repeated)
-            forms["enable_gqa"] = (query.reshape(1, kv_heads * group, 1, dim), shared)
-        for form, (rows, held) in forms.items():
-            ways[f"{backend.name.lower()}, {form}"] = lambda run=run, rows=rows, held=held: run(rows, held)
-    return ways
-
-
-def fastest_dense(
+def dense_times(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> tuple[str, float | None, dict[str, float | str | None]]:
-    """The fastest way, its time, and every way's time or its reason to refuse."""
+) -> dict[str, float | str | None]:
+    """The time of every way torch has for one token's attention over all keys, or its reason to refuse;
+    `query [Hkv, G, D]` in the keys' dtype.
+    """
+    kv_heads, group, dim = query.shape
+    shared = keys[None], values[None]
+    # The group's heads as query rows of their KV head read each key once, as grouped heads would.
+    forms = {"group as rows": (query[None], shared)}
+    if group > 1:
+        heads = query.reshape(1, kv_heads * group, 1, dim)
+        repeated = keys[None].repeat_interleave(group, 1), values[None].repeat_interleave(group, 1)
+        forms |= {"repeated": (heads, repeated), "enable_gqa": (heads, shared)}
+    attend = torch.nn.functional.scaled_dot_product_attention
     times: dict[str, float | str | None] = {}
-    for name, work in dense(query, keys, values).items():
-        try:
-            times[name] = milliseconds(work, query.device)
-        except RuntimeError as refusal:  # a backend that cannot take this shape on this card
-            times[name] = "refused: " + str(refusal).splitlines()[0]
-    ran = {name: time for name, time in times.items() if not isinstance(time, str)}
-    name = min(ran, key=lambda way: ran[way] or 0.0)
-    return name, ran[name], times
+    for backend in BACKENDS:
+        for form, (rows, stored) in forms.items():
+            work = partial(attend, rows, *stored, enable_gqa=rows.shape[1] != stored[0].shape[1])
+            name = f"{backend.name.lower()}, {form}"
+            try:
+                with sdpa_kernel(backend):
+                    times[name] = milliseconds(work, query.device)
+            except RuntimeError as refusal:  # a backend that cannot take this shape on this card
+                times[name] = "refused: " + str(refusal).splitlines()[0]
+    return times
 
 
 def measure(
@@ -177,10 +178,10 @@ def measure(
     check("attend_pages", state.out, expected.out, 1e-4)
     check("attend_pages' log-sum-exp", state.lse, expected.lse, 1e-4)
 
-    if tokens <= DENSE_TOKENS:
-        name, dense_ms, ways = fastest_dense(query[:, 0].half(), keys, values)
-    else:
-        name, dense_ms, ways = None, None, {}
+    ways = dense_times(query[:, 0].half(), keys, values) if tokens <= DENSE_TOKENS else {}
+    ran = {name: time for name, time in ways.items() if not isinstance(time, str)}
+    name = min(ran, key=lambda way: ran[way] or 0.0) if ran else None
+    dense_ms = ran[name] if name else None
     row: dict[str, object] = {
         "heads": f"{kv_heads} KV heads x {group}",
         "tokens": tokens,
@@ -190,27 +191,20 @@ def measure(
         "dense_ms": dense_ms,
         "dense_ways": ways,
     }
-    read = {
-        "scoring": sum(part.numel() * part.element_size() for part in bounds if part is not None),
-        "top_k": scores.numel() * scores.element_size(),
-        "attention": 2 * kv_heads * k * page_size * dim * keys.element_size(),
-        "quest": 0,
+    parts: dict[str, tuple[int, Callable[[], object]]] = {  # each with the bytes that it reads
+        "scoring": (sum(part.nbytes for part in bounds if part is not None), score),
+        "top_k": (scores.nbytes, choose),
+        "attention": (2 * kv_heads * k * page_size * dim * keys.element_size(), lambda: attend(pages)),
     }
-    work: dict[str, Callable[[], object]] = {
-        "scoring": score,
-        "top_k": choose,
-        "attention": lambda: attend(pages),
-        "quest": lambda: attend(device_pages.top_pages(score(), k)),
-    }
-    for part, run in work.items():
-        time = milliseconds(run, device)
+    for part, (size, work) in parts.items():
+        time = milliseconds(work, device)
         row[f"{part}_ms"] = time
-        if time and bandwidth and read[part]:
-            row[f"{part}_bytes"] = read[part]
-            row[f"{part}_share_of_copy"] = read[part] / time * 1e3 / bandwidth
+        if time and bandwidth:
+            row[f"{part}_bytes"] = size
+            row[f"{part}_share_of_copy"] = size / time * 1e3 / bandwidth
+    row["quest_ms"] = quest_ms = milliseconds(lambda: attend(device_pages.top_pages(score(), k)), device)
     row["torch_topk_ms"] = milliseconds(lambda: torch.topk(scores, k), device)
-    quest_ms = row["quest_ms"]
-    row["dense_over_quest"] = dense_ms / quest_ms if dense_ms and isinstance(quest_ms, float) else None
+    row["dense_over_quest"] = dense_ms / quest_ms if dense_ms and quest_ms else None
     return row
 
 
@@ -230,43 +224,20 @@ def main() -> None:
     bandwidth = copy_bandwidth(device, options.tiny)
     print(f"{card}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"copy bandwidth (read + written): {(bandwidth or nan) / 1e9:.0f} GB/s\n")
-    print(
-        "heads             tokens  page bounds   scoring ms (copy)   top-k ms (torch)"
-        "  attention ms (copy)   quest ms  dense ms  ratio"
-    )
-
-    sizes = [2**6] if options.tiny else [2**15, 2**17, 2**20]
+    print(TITLE)
     rows = []
-    for name, heads in HEADS.items():
-        for tokens in sizes:
-            if name != "8 KV heads x 4" and tokens > 2**15:
-                continue  # the paper's shape is measured at the paper's length
-            for page_size in (16, 32):
-                for kind in ("float16", "int8"):
-                    row = measure(
-                        (2, heads[1]) if options.tiny else heads,
-                        tokens,
-                        options.dim,
-                        page_size,
-                        kind,
-                        bandwidth,
-                        device,
-                    )
-                    rows.append(row)
-                    number = {key: nan if value is None else value for key, value in row.items()}
-                    print(
-                        "{heads:<16} {tokens:>7} {page_size:>5} {bounds:<8}".format(**row),
-                        "{:>10.4f} ({:>4.0%}) {:>9.4f} ({:.4f}) {:>12.4f} ({:>4.0%})".format(
-                            number["scoring_ms"],
-                            number.get("scoring_share_of_copy", nan),
-                            number["top_k_ms"],
-                            number["torch_topk_ms"],
-                            number["attention_ms"],
-                            number.get("attention_share_of_copy", nan),
-                        ),
-                        "{quest_ms:>10.4f} {dense_ms:>9.4f} {dense_over_quest:>5.2f}x".format(**number),
-                        flush=True,
-                    )
+    # The paper's shape is measured at the paper's length.
+    layers = [(LLAMA_3, tokens) for tokens in ([2**6] if options.tiny else [2**15, 2**17, 2**20])]
+    layers.append((LLAMA_2, 2**6 if options.tiny else 2**15))
+    for (kv_heads, group), tokens in layers:
+        heads = (2 if options.tiny else kv_heads, group)
+        for page_size in (16, 32):
+            for kind in ("float16", "int8"):
+                row = measure(heads, tokens, options.dim, page_size, kind, bandwidth, device)
+                rows.append(row)
+                shown = {"scoring_share_of_copy": nan, "attention_share_of_copy": nan} | row
+                filled = {name: nan if value is None else value for name, value in shown.items()}
+                print(LINE.format(**filled), flush=True)
     today = datetime.date.today().isoformat()
     result = {
         "date": today,

@@ -11,6 +11,7 @@ side by side, as heads of one layer.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from offload_decode.store.reader import KVStore
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
+Topics = npt.NDArray[np.int64]
 
 TOPICS, RUN, STRONG = 4096, 32, 16  # topics, their tokens at a stretch, and how many a query attends to
 TOPIC_SHARE = 0.5  # of a key's variance about the offset
@@ -73,64 +75,79 @@ class Layer:
         )
 
 
-def long_tailed(
-    length: int,
-    *,
-    heads: int = 8,
-    group: int = 4,
-    dim: int = 128,
-    dtype: str = "float16",
-    steps: int = 8,
-    seed: int = 0,
-) -> Layer:
-    """`length` made-up tokens; the same ones for the same arguments on every machine."""
-    topics = _topics(length, np.random.default_rng([seed, 0]))
+@dataclass(frozen=True)
+class MadeUp:
+    """`length` made-up tokens of a layer; the same ones for the same numbers on every machine."""
 
-    def head(number: int) -> tuple[Array, Array, Float32]:
-        generator = np.random.default_rng([seed, 1, number])
-        strength = (np.arange(dim, dtype=np.float32) + 1) ** (-SPECTRUM / 2)
-        strength *= np.float32(np.sqrt(dim / np.sum(strength**2)))
-        generator.shuffle(strength)
-        centres = _normal(generator, TOPICS, dim) * strength * np.float32(TOPIC_SHARE**0.5)
-        offset = _normal(generator, 1, dim) * strength
-        own = strength * np.float32((1 - TOPIC_SHARE) ** 0.5)
-        keys = _rows(length, centres + offset, own, topics, dtype, [seed, 2, number])
-        meanings = _normal(generator, TOPICS, dim) * np.float32(TOPIC_SHARE**0.5)
-        ones = np.full(dim, (1 - TOPIC_SHARE) ** 0.5, np.float32)
-        values = _rows(length, meanings, ones, topics, dtype, [seed, 3, number])
-        elsewhere = 0.5 * _normal(generator, 1, dim) * strength - np.float32(0.3) * offset
-        attended = _attended(generator, steps + TUNING, group)
-        weights = (np.arange(STRONG, dtype=np.float32) + 1) ** -DECAY
-        weights /= np.float32(np.sqrt(np.sum(weights**2) * TOPIC_SHARE))
-        queries = np.einsum("j,sgjd->sgd", weights, centres[attended])
-        queries += _normal(generator, (steps + TUNING) * group, dim).reshape(queries.shape) * strength
-        return keys, values, (np.float32(LOUDNESS) * (queries + elsewhere)).astype(np.float32)
+    length: int
+    heads: int = 8
+    group: int = 4
+    dim: int = 128
+    dtype: str = "float16"
+    steps: int = 8
+    seed: int = 0
 
-    return _layer("long-tailed", head, heads, steps, dim)
+    def long_tailed(self) -> Layer:
+        """Topics that recur, and queries whose attention falls as a power."""
+        dim, topics = self.dim, _topics(self.length, np.random.default_rng([self.seed, 0]))
 
+        def head(number: int) -> tuple[Array, Array, Float32]:
+            generator = np.random.default_rng([self.seed, 1, number])
+            strength = (np.arange(dim, dtype=np.float32) + 1) ** (-SPECTRUM / 2)
+            strength *= np.float32(np.sqrt(dim / np.sum(strength**2)))
+            generator.shuffle(strength)
+            centres = _normal(generator, TOPICS, dim) * strength * np.float32(TOPIC_SHARE**0.5)
+            offset = _normal(generator, 1, dim) * strength
+            noise = strength * np.float32((1 - TOPIC_SHARE) ** 0.5)
+            keys = self._rows(2, number, centres + offset, noise, topics)
+            meanings = _normal(generator, TOPICS, dim) * np.float32(TOPIC_SHARE**0.5)
+            noise = np.full(dim, (1 - TOPIC_SHARE) ** 0.5, np.float32)
+            values = self._rows(3, number, meanings, noise, topics)
+            elsewhere = 0.5 * _normal(generator, 1, dim) * strength - np.float32(0.3) * offset
+            attended = _attended(generator, self.steps + TUNING, self.group)
+            weights = (np.arange(STRONG, dtype=np.float32) + 1) ** -DECAY
+            weights /= np.float32(np.sqrt(np.sum(weights**2) * TOPIC_SHARE))
+            queries = np.einsum("j,sgjd->sgd", weights, centres[attended])
+            queries += self._queries(generator) * strength
+            return keys, values, (np.float32(LOUDNESS) * (queries + elsewhere)).astype(np.float32)
 
-def gaussian(
-    length: int,
-    *,
-    heads: int = 8,
-    group: int = 4,
-    dim: int = 128,
-    dtype: str = "float16",
-    steps: int = 8,
-    seed: int = 0,
-) -> Layer:
-    """Independent normal keys, values and queries."""
+        return self._layer("long-tailed", head)
 
-    def head(number: int) -> tuple[Array, Array, Float32]:
-        generator = np.random.default_rng([seed, 4, number])
-        centre, topics = np.zeros((1, dim), np.float32), np.zeros(length, np.int64)
-        keys, values = (
-            _rows(length, centre, np.ones(dim, np.float32), topics, dtype, [seed, side, number])
-            for side in (5, 6)
+    def gaussian(self) -> Layer:
+        """Independent normal keys, values and queries."""
+        centre, noise = np.zeros((1, self.dim), np.float32), np.ones(self.dim, np.float32)
+        topics = np.zeros(self.length, np.int64)
+
+        def head(number: int) -> tuple[Array, Array, Float32]:
+            keys, values = (self._rows(side, number, centre, noise, topics) for side in (5, 6))
+            return keys, values, self._queries(np.random.default_rng([self.seed, 4, number]))
+
+        return self._layer("gaussian", head)
+
+    def _layer(self, name: str, head: Callable[[int], tuple[Array, Array, Float32]]) -> Layer:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            keys, values, queries = zip(*pool.map(head, range(self.heads)), strict=True)
+        by_step = np.ascontiguousarray(np.stack(queries).swapaxes(0, 1))
+        tuning = by_step[self.steps :].swapaxes(0, 1).reshape(self.heads, -1, self.dim)
+        scaling = self.dim**-0.5
+        return Layer(
+            name, list(keys), list(values), by_step[: self.steps], np.ascontiguousarray(tuning), scaling
         )
-        return keys, values, _normal(generator, (steps + TUNING) * group, dim).reshape(-1, group, dim)
 
-    return _layer("gaussian", head, heads, steps, dim)
+    def _queries(self, generator: np.random.Generator) -> Float32:
+        rows = _normal(generator, (self.steps + TUNING) * self.group, self.dim)
+        return rows.reshape(-1, self.group, self.dim)
+
+    def _rows(self, side: int, head: int, centres: Float32, noise: Float32, topics: Topics) -> Array:
+        """Rows `[N, D]`: each its topic's centre and noise; one block at a time in float32."""
+        rows = np.empty((self.length, self.dim), np.dtype(self.dtype))
+        for start in range(0, self.length, BLOCK):
+            stop = min(start + BLOCK, self.length)
+            block = _normal(np.random.default_rng([self.seed, side, head, start]), stop - start, self.dim)
+            block *= noise
+            block += centres[topics[start:stop]]
+            rows[start:stop] = block
+        return aligned(rows)  # as a store's are
 
 
 def captured(path: Path, *, steps: int = 32) -> Layer:
@@ -155,15 +172,7 @@ def captured(path: Path, *, steps: int = 32) -> Layer:
     )
 
 
-def _layer(name: str, head: Any, heads: int, steps: int, dim: int) -> Layer:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        keys, values, queries = zip(*pool.map(head, range(heads)), strict=True)
-    by_step = np.ascontiguousarray(np.stack(queries).swapaxes(0, 1))
-    tuning = np.ascontiguousarray(by_step[steps:].swapaxes(0, 1).reshape(heads, -1, dim))
-    return Layer(name, list(keys), list(values), by_step[:steps], tuning, dim**-0.5)
-
-
-def _topics(length: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+def _topics(length: int, generator: np.random.Generator) -> Topics:
     """The topic of each token."""
     weights = 1 / np.arange(1, TOPICS + 1)
     runs = length * 5 // (4 * RUN) + 64
@@ -171,30 +180,15 @@ def _topics(length: int, generator: np.random.Generator) -> npt.NDArray[np.int64
     lengths = generator.geometric(1 / RUN, runs)
     while lengths.sum() < length:
         lengths *= 2
-    tokens: npt.NDArray[np.int64] = np.repeat(topics, lengths)[:length].astype(np.int64)
+    tokens: Topics = np.repeat(topics, lengths)[:length].astype(np.int64)
     return tokens
 
 
-def _attended(generator: np.random.Generator, steps: int, group: int) -> npt.NDArray[np.int64]:
+def _attended(generator: np.random.Generator, steps: int, group: int) -> Topics:
     """Topics `[steps, group, STRONG]`: every other one is the whole group's."""
     own, shared = (np.exp(generator.random((steps, count, STRONG)) * np.log(TOPICS)) for count in (group, 1))
     chosen = np.where(np.arange(STRONG) % 2 == 0, shared, own)
-    topics: npt.NDArray[np.int64] = np.minimum(chosen.astype(np.int64), TOPICS - 1)
-    return topics
-
-
-def _rows(
-    length: int, centres: Float32, own: Float32, topics: npt.NDArray[np.int64], dtype: str, seed: list[int]
-) -> Array:
-    """Rows `[N, D]`: each its topic's centre and noise; one block at a time in float32."""
-    rows = np.empty((length, centres.shape[1]), np.dtype(dtype))
-    for start in range(0, length, BLOCK):
-        part = slice(start, min(start + BLOCK, length))
-        noise = _normal(np.random.default_rng([*seed, start]), part.stop - start, centres.shape[1])
-        noise *= own
-        noise += centres[topics[part]]
-        rows[part] = noise
-    return aligned(rows)  # as a store's are
+    return np.minimum(chosen.astype(np.int64), TOPICS - 1)
 
 
 def _normal(generator: np.random.Generator, rows: int, dim: int) -> Float32:

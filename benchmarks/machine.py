@@ -1,7 +1,8 @@
-"""What this machine's memory moves, measured in a second or two by loops that do nothing else.
+"""What this machine's memory moves, measured in a second or two by loops that do nothing else, and how long
+something takes: after a warm-up, from cold caches, the median of many.
 
-These are the bounds that any code meets: reading in order, reading rows of 256 bytes (a key of 128 halves)
-from random places, and copying.
+The rates are the bounds that any code meets: reading in order, and reading rows of 256 bytes (a key of 128
+halves) from random places.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +30,8 @@ from offload_decode.models.made_with import cpu_name
 
 BYTES = 512 << 20  # far beyond the caches
 ROW = 256
-AHEAD = 16  # rows that are asked for before their turn
+AHEAD = 16  # rows that are fetched before their turn
+FLUSH_BYTES = 128 << 20  # a layer's keys are not in the caches when its turn comes again: 31 others were read
 _SECONDS = 0.4  # a measurement is repeated for so long, and the best counts
 _PACKAGES = ("numpy", "torch", "numba", "faiss-cpu", "faiss-gpu", "hnswlib", "transformers", "zarr")
 
@@ -33,10 +39,53 @@ Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Seconds: the median, the extremes, and how many there were."""
+
+    median: float
+    lowest: float
+    highest: float
+    repetitions: int
+
+
+def timed(
+    work: Callable[[int], object],
+    *,
+    repetitions: int = 15,
+    seconds: float = 2.0,
+    warm_up: int = 2,
+    cold: bool = True,
+) -> Timing:
+    """`work(turn)` for turns 0, 1, … after `warm_up` of them: at least 3 times, at most `repetitions`, and no
+    new one after `seconds`. With `cold`, other memory is read before every turn, outside the time.
+    """
+    for turn in range(warm_up):
+        work(turn)
+    taken: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(taken) < 3 or (len(taken) < repetitions and time.perf_counter() < until):
+        if cold:
+            flush()
+        began = time.perf_counter()
+        work(warm_up + len(taken))
+        taken.append(time.perf_counter() - began)
+    return Timing(statistics.median(taken), min(taken), max(taken), len(taken))
+
+
+def flush() -> None:
+    """Reads memory of no one else's interest, so that nothing that was read before is still in a cache."""
+    _elsewhere().sum()
+
+
+@cache
+def _elsewhere() -> Words:
+    return np.ones(FLUSH_BYTES // 8, np.uint64)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Bytes a second. `read_one`, `read`: in order, by one thread and by all (or by one, where that is more:
-    others may be using the machine). `gather_one`, `gather`: rows of 256 bytes from random places. `copy`:
-    read and written together, by all threads.
+    others may be using the machine). `gather_one`, `gather`: rows of 256 bytes from random places.
     """
 
     cpu: str
@@ -46,72 +95,45 @@ class Machine:
     read: float
     gather_one: float
     gather: float
-    copy: float
 
     def lines(self) -> str:
         """For people, in GB/s."""
-        gather = f"rows of {ROW} bytes from random places"
         return (
             f"{self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB. GB/s with one and all threads: "
-            f"in order {self.read_one / 1e9:.1f}, {self.read / 1e9:.1f}; {gather} "
-            f"{self.gather_one / 1e9:.1f}, {self.gather / 1e9:.1f}; copied (read and written) "
-            f"{self.copy / 1e9:.1f}."
+            f"in order {self.read_one / 1e9:.1f}, {self.read / 1e9:.1f}; rows of {ROW} bytes from random "
+            f"places {self.gather_one / 1e9:.1f}, {self.gather / 1e9:.1f}."
         )
 
 
-def measure(size: int = BYTES) -> Machine:
-    """This machine, measured over `size` bytes."""
+def measure(quick: bool = False) -> Machine:
+    """This machine; with `quick` from its caches, to see that everything runs."""
     cores = os.cpu_count() or 1
-    words: Words = np.ones(size // 8, np.uint64)
+    words: Words = np.ones((1 << 22 if quick else BYTES) // 8, np.uint64)
     parts = np.array_split(words, cores)
-    rows = words[: len(words) // (ROW // 8) * (ROW // 8)].reshape(-1, ROW // 8)
-    places = np.random.default_rng(0).permutation(len(rows))
-    shares = np.array_split(places, cores)
-    half = len(words) // 2
-    sources, targets = np.array_split(words[:half], cores), np.array_split(words[half : 2 * half], cores)
+    rows = words.reshape(-1, ROW // 8)
+    shares = np.array_split(np.random.default_rng(0).permutation(len(rows)), cores)
     with ThreadPoolExecutor(cores) as pool:
-
-        def spread(work: Callable[..., object], *arguments: list[Any]) -> Callable[[], object]:
-            return lambda: list(pool.map(work, *arguments))
-
         read_one = _rate(parts[0].nbytes, lambda: _sum(parts[0]))
+        read = _rate(words.nbytes, lambda: list(pool.map(_sum, parts)))
         gather_one = _rate(len(shares[0]) * ROW, lambda: _gather(rows, shares[0]))
-        return Machine(
-            cpu=cpu_name(),
-            cores=cores,
-            memory=total_memory(),
-            read_one=read_one,
-            read=max(read_one, _rate(words.nbytes, spread(_sum, parts))),
-            gather_one=gather_one,
-            gather=max(gather_one, _rate(rows.nbytes, spread(lambda own: _gather(rows, own), shares))),
-            copy=_rate(16 * half, spread(np.copyto, targets, sources)),
-        )
+        gather = _rate(rows.nbytes, lambda: list(pool.map(lambda share: _gather(rows, share), shares)))
+    read, gather = max(read_one, read), max(gather_one, gather)
+    return Machine(cpu_name(), cores, total_memory(), read_one, read, gather_one, gather)
 
 
 def made_with(machine: Machine) -> dict[str, Any]:
     """What a benchmark ran on: the machine, its measured bandwidths, and the versions that matter."""
-    return {"machine": asdict(machine), "versions": versions()}
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {"machine": asdict(machine), "versions": versions}
 
 
 def _rate(size: int, move: Callable[[], object]) -> float:
-    move()  # compiles, and touches every page
-    best, until = float("inf"), time.perf_counter() + _SECONDS
-    while best == float("inf") or time.perf_counter() < until:
-        began = time.perf_counter()
-        move()
-        best = min(best, time.perf_counter() - began)
-    return size / best
+    """Bytes a second, at best. The first move compiles, and touches every page."""
+    timing = timed(lambda _: move(), repetitions=sys.maxsize, seconds=_SECONDS, warm_up=1, cold=False)
+    return size / timing.lowest
 
 
 @njit(nogil=True, cache=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.fidelity import ENOUGH, Fidelity, Truth, judge
+from benchmarks.history import table
 from benchmarks.layers import Float32, Layer
-from benchmarks.machine import Machine
-from benchmarks.tables import table
-from benchmarks.timing import Timing, timed
+from benchmarks.machine import Machine, Timing, timed
 from benchmarks.ways import BASELINE, Way
 
 NEARLY = ENOUGH - 0.01  # baselines are tuned on other queries than they are judged on
@@ -55,10 +54,6 @@ class Row:
     def seconds(self) -> float:
         return self.timing.median
 
-    def brief(self) -> str:
-        """Its figures while others are still to come."""
-        return f"{self.seconds * 1e3:.2f} ms, {self.fidelity.ratio:.4f} of the oracle's mass"
-
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "enough": self.fidelity.enough}
 
@@ -67,9 +62,9 @@ def measured(
     way: Way, layer: Layer, exact: Truth, k: int, machine: Machine, *, batch: int = 1, seconds: float = 2.0
 ) -> Row:
     """Times `way` over the layer's steps in turn, `batch` of them at once, and judges every step."""
-    own = layer.heads(way.heads)
-    steps = own.steps
-    questions = [batched(steps, turn, batch) for turn in range(len(steps))]
+    served = layer.heads(way.heads)
+    steps = [np.ascontiguousarray(step) for step in served.steps]
+    questions = [batched(served.steps, turn, batch) for turn in range(len(steps))]
     timing = timed(lambda turn: way.step(questions[turn % len(questions)]), seconds=seconds)
     scale = len(layer.keys) / way.heads
     per_layer = scale / way.layers
@@ -79,31 +74,29 @@ def measured(
         timing.highest * per_layer,
         timing.repetitions,
     )
-    outs = np.stack([way.step(np.ascontiguousarray(one)) for one in steps])
-    ids = None if way.chosen is None else [way.chosen(np.ascontiguousarray(one)) for one in steps]
-    counted = [way.traffic(question) for question in questions[:4]]
+    outs = np.stack([way.step(step) for step in steps])
+    ids = None if way.chosen is None else [way.chosen(step) for step in steps]
     bytes_read = allowed = None
-    if counted[0] is not None:
-        in_order, rows = (
-            float(np.mean([getattr(one, side) for one in counted])) * scale for side in ("in_order", "rows")
-        )
+    if counted := [traffic for question in questions[:4] if (traffic := way.traffic(question))]:
+        in_order = float(np.mean([traffic.in_order for traffic in counted])) * scale
+        rows = float(np.mean([traffic.rows for traffic in counted])) * scale
         bytes_read = round(in_order + rows)
         allowed = (in_order / machine.read + rows / machine.gather) / timing.median
     return Row(
-        layer.name,
-        layer.length,
-        k,
-        batch,
-        way.name,
-        way.side,
-        way.heads,
-        len(layer.keys),
-        timing,
-        way.build_seconds * scale,
-        way.parameter,
-        judge(own, exact, k, outs, ids),
-        bytes_read,
-        allowed,
+        data=layer.name,
+        tokens=layer.length,
+        k=k,
+        batch=batch,
+        way=way.name,
+        side=way.side,
+        heads=way.heads,
+        of_heads=len(layer.keys),
+        timing=timing,
+        build_seconds=way.build_seconds * scale,
+        parameter=way.parameter,
+        fidelity=judge(served, exact, k, outs, ids),
+        bytes=bytes_read,
+        allowed=allowed,
     )
 
 
@@ -134,46 +127,30 @@ def show(rows: Sequence[Row], among: Sequence[Row] | None = None) -> str:
     """A table: milliseconds, times as fast as the baselines, fidelity, bytes. A ratio in brackets does not
     count, for its way holds less than enough of the oracle's mass.
     """
-    heads = [
-        "way",
-        "ms",
-        *(f"x {name}" for name in REFERENCES),
-        "mass / oracle's",
-        "p5",
-        "worst",
-        "mass",
-        "error",
-        "to exact k",
-        "MB read",
-        "allowed",
-        "built s",
-        "heads",
-        "parameter",
-    ]
-    lines = []
-    for row in rows:
-        held = row.fidelity
-        ratios = [against(among or rows, row, reference) for reference in REFERENCES.values()]
-        written = ["" if r is None else f"{r:.2g}" if r < 10 else f"{r:.0f}" for r in ratios]
-        lines.append(
-            [
-                row.way,
-                f"{row.seconds * 1e3:.2f}",
-                *(cell if held.enough or not cell else f"({cell})" for cell in written),
-                f"{held.ratio:.4f}" + ("" if held.enough else " low"),
-                f"{held.ratio_p5:.3f}",
-                f"{held.ratio_worst:.3f}",
-                f"{held.mass:.3f}",
-                f"{held.error_dense:.1%}",
-                f"{held.error_topk:.1%}",
-                "" if row.bytes is None else f"{row.bytes / 1e6:.1f}",
-                "" if row.allowed is None else f"{row.allowed:.0%}",
-                f"{row.build_seconds:.1f}",
-                f"{row.heads} of {row.of_heads}" if row.heads < row.of_heads else str(row.heads),
-                row.parameter,
-            ]
-        )
-    return table(heads, lines)
+    names = ["way", "ms", *(f"x {name}" for name in REFERENCES), "mass / oracle's", "p5", "worst", "mass"]
+    names += ["error", "to exact k", "MB read", "allowed", "built s", "heads", "parameter"]
+    return table(names, [list(_cells(row, among or rows)) for row in rows])
+
+
+def _cells(row: Row, among: Sequence[Row]) -> Iterator[str]:
+    fidelity = row.fidelity
+    yield row.way
+    yield f"{row.seconds * 1e3:.2f}"
+    for reference in REFERENCES.values():
+        ratio = against(among, row, reference)
+        written = "" if ratio is None else f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
+        yield written if fidelity.enough or not written else f"({written})"
+    yield f"{fidelity.ratio:.4f}" + ("" if fidelity.enough else " low")
+    yield f"{fidelity.ratio_p5:.3f}"
+    yield f"{fidelity.ratio_worst:.3f}"
+    yield f"{fidelity.mass:.3f}"
+    yield f"{fidelity.error_dense:.1%}"
+    yield f"{fidelity.error_topk:.1%}"
+    yield "" if row.bytes is None else f"{row.bytes / 1e6:.1f}"
+    yield "" if row.allowed is None else f"{row.allowed:.0%}"
+    yield f"{row.build_seconds:.1f}"
+    yield f"{row.heads} of {row.of_heads}" if row.heads < row.of_heads else str(row.heads)
+    yield row.parameter
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -183,8 +160,8 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         if row.side == BASELINE:
             continue
         place = f"{row.data}/{row.tokens}/k{row.k}/b{row.batch}/{row.way}"
-        ratios = {name: against(rows, row, reference) for name, reference in REFERENCES.items()}
         if row.fidelity.enough:
+            ratios = {name: against(rows, row, reference) for name, reference in REFERENCES.items()}
             found |= {f"{place}/x {name}": ratio for name, ratio in ratios.items() if ratio is not None}
         found[f"{place}/mass ratio"] = row.fidelity.ratio
         found[f"{place}/ms"] = row.seconds * 1e3

@@ -14,7 +14,6 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +23,16 @@ from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import insert, string_match
 from offload_decode.evals.tasks.ruler import ASK, FACT, MultiKeyNeedle
-from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.loading import load
 from offload_decode.models.made_with import made_with
 
 NEEDLES = 10
 DEPTHS = tuple((place + 0.5) / NEEDLES for place in range(NEEDLES))
 
 
-@dataclass(frozen=True)
-class NeedleAnswer:
-    """What was answered to one question, with the needle in the text and without it."""
-
-    depth: float
-    question: str
-    expected: str
-    answer: str
-    control: str
-    seconds: float
-
-    @property
-    def found(self) -> bool:
-        return string_match((self.expected,), self.answer) == 1
-
-    @property
-    def known_without(self) -> bool:
-        return string_match((self.expected,), self.control) == 1
+def right(expected: str, answer: str) -> bool:
+    """Whether an answer has the number of a needle."""
+    return string_match((expected,), answer) == 1
 
 
 def drawn(seed: int) -> dict[str, str]:
@@ -92,11 +76,8 @@ def described(report: dict[str, Any]) -> str:
     )
 
 
-def ask(
-    loaded: LoadedModel, store: Path, questions: list[str], selector: str, budget: str
-) -> list[tuple[str, float]]:
+def ask(engine: Engine, questions: list[str]) -> list[tuple[str, float]]:
     """The answers, each with the seconds that it took."""
-    engine = Engine.open(store, loaded, selector=selector, options={"budget": budget})
     replies = []
     for question in questions:
         began = time.perf_counter()
@@ -132,44 +113,44 @@ def main() -> int:
         text = Haystack(arguments.text.name, text).cut(loaded.tokenizer, arguments.tokens)
     numbers = drawn(arguments.seed)
     facts = [FACT.format(key=key, value=number) for key, number in numbers.items()]
-    questions = [ASK.format(key=key) for key in numbers]
-    hidden = {"with": insert(text, facts, DEPTHS), "without": text}
-    reports = {}
-    for name, content in hidden.items():
-        corpus = arguments.out / f"{name}.txt"
+    way = arguments.selector, arguments.budget
+    reports: dict[Path, dict[str, Any]] = {}
+    for name, content in (("with", insert(text, facts, DEPTHS)), ("without", text)):
+        corpus, store = arguments.out / f"{name}.txt", arguments.out / f"{name}.kv"
         if not corpus.exists():
             corpus.write_text(content)
         elif corpus.read_text() != content:
             parser.error(f"{corpus} is of another text or seed: choose another --out, or remove it")
-        reports[name] = prefill(corpus, arguments.out / f"{name}.kv", arguments.model, options)
-        print(f"{name} needles: {described(reports[name])}", flush=True)
+        reports[store] = prefill(corpus, store, arguments.model, options)
+        print(f"{name} needles: {described(reports[store])}", flush=True)
 
-    way = arguments.selector, arguments.budget
-    answered = [ask(loaded, arguments.out / f"{name}.kv", questions, *way) for name in hidden]
-    replies = [
-        NeedleAnswer(depth, question, number, answer, control, seconds)
-        for depth, question, number, (answer, seconds), (control, _) in zip(
-            DEPTHS, questions, numbers.values(), *answered, strict=True
-        )
-    ]
+    questions = [ASK.format(key=key) for key in numbers]
+    answered, controls = (
+        ask(Engine.open(store, loaded, selector=way[0], options={"budget": way[1]}), questions)
+        for store in reports
+    )
     print(f"\n| depth | expected | {way[0]}, {way[1]} | s | without the needle |\n|---|---|---|---|---|")
-    for reply in replies:
-        mark = "" if reply.found else " (missed)"
-        print(
-            f"| {reply.depth:.0%} | {reply.expected} | {reply.answer}{mark} | {reply.seconds:.1f} "
-            f"| {reply.control} |"
-        )
-    found, known = sum(reply.found for reply in replies), sum(reply.known_without for reply in replies)
+    replies: list[dict[str, Any]] = []
+    for depth, question, number, (answer, seconds), (control, _) in zip(
+        DEPTHS, questions, numbers.values(), answered, controls, strict=True
+    ):
+        mark = "" if right(number, answer) else " (missed)"
+        print(f"| {depth:.0%} | {number} | {answer}{mark} | {seconds:.1f} | {control} |")
+        texts = {"question": question, "expected": number, "answer": answer, "control": control}
+        replies.append({"depth": depth, **texts, "seconds": seconds})
+    found, known = (
+        sum(right(reply["expected"], reply[side]) for reply in replies) for side in ("answer", "control")
+    )
     print(f"\nfound {found} of {len(replies)}; the control knew {known}")
     result = {
         "made_with": made_with(loaded),
         "options": options,
         "selector": way,
         "seed": arguments.seed,
-        "prefills": reports,
+        "prefills": {store.stem: report for store, report in reports.items()},
         "found": found,
         "control": known,
-        "replies": [asdict(reply) for reply in replies],
+        "replies": replies,
     }
     (arguments.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return int(found < len(replies) or known > 0)

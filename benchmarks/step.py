@@ -15,7 +15,6 @@ and as matrix products, in float32 and in the stored dtype; the fastest counts.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks import baselines, history, layers, machine, measured, tables
+from benchmarks import baselines, history, layers, machine, measured
 from benchmarks.fidelity import Truth, truth
 from benchmarks.layers import Layer
 from benchmarks.measured import Row
@@ -42,8 +41,14 @@ SLOW = ("faiss-ivf", *GRAPHS)  # kinds that are built for some heads beyond so m
 QUOTED = ("long-tailed", "gaussian", "captured")
 
 
-def our_ways(layer: Layer, names: Sequence[str], few: int) -> dict[str, Callable[[], Maker]]:
-    """What builds each of ours."""
+Builders = dict[str, Callable[[], Maker]]  # by name
+
+
+def our_ways(layer: Layer, names: Sequence[str] | None, few: int) -> Builders:
+    """What builds each of ours; without names graphs only where they build quickly."""
+    if names is None:
+        kinds = [kind for kind in registry.kinds() if kind not in GRAPHS or layer.length <= CAPTURED]
+        names = [*kinds, *WHOLE]
     some = layer.heads(few) if layer.length > CAPTURED else layer
     return {
         name: partial(WHOLE[name], layer)
@@ -53,32 +58,31 @@ def our_ways(layer: Layer, names: Sequence[str], few: int) -> dict[str, Callable
     }
 
 
-def baseline_ways(layer: Layer, few: int) -> dict[str, Callable[[], Maker]]:
-    """What builds each baseline."""
+def baseline_ways(layer: Layer, names: Sequence[str] | None, few: int) -> Builders:
+    """What builds each baseline, or those whose first word is among the names."""
     some = layer.heads(few)
     most = layer if layer.length <= SMALL else some
     stored = tensor_view(layer.keys[0][:1]).dtype if layer.keys[0].ndim == 2 else torch.float32
-    ways: dict[str, Callable[[], Maker]] = {
+    ways: Builders = {
         f"dense {fused} {dtype}": partial(baselines.dense, most, dtype, fused)
         for dtype in dict.fromkeys((torch.float32, stored))
         for fused in (True, False)
     }
     if torch.cuda.is_available():
-        from benchmarks.offloaded import offloaded
-
-        ways["offloaded"] = partial(offloaded, most)
-    return ways | {
+        ways["offloaded"] = partial(baselines.offloaded, most)
+    ways |= {
         "flat": partial(baselines.flat, most),
         "flat grouped": partial(baselines.flat, most, True),
         "ivf": partial(baselines.ivf, some),
         "hnsw": partial(baselines.hnsw, some),
         "hnswlib": partial(baselines.hnswlib, some),
     }
+    return {name: build for name, build in ways.items() if names is None or name.split()[0] in names}
 
 
-def counts(asked: str, tokens: int) -> list[int]:
+def counts(spelled: str, tokens: int) -> list[int]:
     """`64,1024,2%` of so many tokens."""
-    ks = [round(tokens * float(k[:-1]) / 100) if k.endswith("%") else int(k) for k in asked.split(",") if k]
+    ks = [round(tokens * float(k[:-1]) / 100) if k.endswith("%") else int(k) for k in spelled.split(",") if k]
     return [k for k in dict.fromkeys(ks) if 0 < k <= tokens]
 
 
@@ -87,49 +91,43 @@ def run(layer: Layer, arguments: argparse.Namespace, host: machine.Machine) -> l
     ks = counts(arguments.k, layer.length)
     more = [k for k in counts(arguments.more_k, layer.length) if k not in ks]
     exact = truth(layer, [*ks, *more])
-    print(f"\n## {layer.name}, {layer.length:,} tokens, {layer.shape}\n\n{properties(exact)}\n", flush=True)
+    print(f"## {layer.name}, {layer.length:,} tokens, {layer.shape}\n\n{properties(exact)}\n", flush=True)
     rows: list[Row] = []
-    for offered, own in (
-        (baseline_ways(layer, arguments.baseline_heads), False),
-        (our_ways(layer, ours(arguments, layer.length), arguments.baseline_heads), True),
+    few = arguments.baseline_heads
+    for builders, sizes in (
+        (baseline_ways(layer, arguments.baselines, few), ks),
+        (our_ways(layer, arguments.ours, few), [*ks, *more]),
     ):
-        for name, build in offered.items():
-            if not own and arguments.baselines is not None and name.split()[0] not in arguments.baselines:
-                continue
+        for name, build in builders.items():
             print(f"{layer.name} {layer.length:,}: {name}", file=sys.stderr, flush=True)
             try:
                 ready = build()
             except MissingBackend as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
                 continue
-            for k in [*ks, *(more if own else [])]:
+            for k in sizes:
                 way = ready(k)
                 for batch in arguments.batch:
                     row = measured.measured(
                         way, layer, exact, k, host, batch=batch, seconds=arguments.seconds
                     )
                     rows.append(row)
-                    print(f"  k {k:,}, at once {batch}: {row.brief()}", file=sys.stderr, flush=True)
+                    brief = f"{row.seconds * 1e3:.2f} ms, {row.fidelity.ratio:.4f} of the oracle's mass"
+                    print(f"  k {k:,}, at once {batch}: {brief}", file=sys.stderr, flush=True)
             del ready
     for k in [*ks, *more]:
         for batch in arguments.batch:
-            own_rows = [row for row in rows if (row.k, row.batch) == (k, batch)]
-            print(f"k = {k:,}, {batch} step(s) at once\n\n{measured.show(own_rows, rows)}\n", flush=True)
+            shown = [row for row in rows if (row.k, row.batch) == (k, batch)]
+            print(f"k = {k:,}, {batch} step(s) at once\n\n{measured.show(shown, rows)}\n", flush=True)
     return rows
-
-
-def ours(arguments: argparse.Namespace, tokens: int) -> list[str]:
-    """The names of our ways; graphs only where they are asked for or build quickly."""
-    if arguments.ours is not None:
-        return list(arguments.ours)
-    kinds = [kind for kind in registry.kinds() if kind not in GRAPHS or tokens <= CAPTURED]
-    return [*kinds, *WHOLE]
 
 
 def properties(exact: Truth) -> str:
     """What the data's attention is like."""
-    held = ", ".join(f"{float(mass.mean()):.3f} at {k:,}" for k, mass in sorted(exact.mass.items()))
-    return f"Attention mass of the exact top-k: {held}; sorted weights fall as rank to the {exact.slope:.2f}."
+    masses = ", ".join(f"{float(mass.mean()):.3f} at {k:,}" for k, mass in sorted(exact.mass.items()))
+    return (
+        f"Attention mass of the exact top-k: {masses}; sorted weights fall as rank to the {exact.slope:.2f}."
+    )
 
 
 @contextmanager
@@ -161,27 +159,11 @@ def data(arguments: argparse.Namespace) -> Iterator[Layer]:
             with store_of(arguments) as path:
                 yield layers.captured(path, steps=4 * steps)
             continue
-        make = layers.gaussian if name == "gaussian" else layers.long_tailed
-        whole = make(max(arguments.tokens), heads=arguments.heads, dtype=arguments.dtype, steps=steps)
+        sizes = {"heads": arguments.heads, "dtype": arguments.dtype, "steps": steps}
+        made_up = layers.MadeUp(max(arguments.tokens), **sizes)
+        whole = made_up.gaussian() if name == "gaussian" else made_up.long_tailed()
         for tokens in arguments.tokens:
             yield whole.first(tokens)
-
-
-def picture(rows: Sequence[Row], path: Path, host: machine.Machine) -> None:
-    """Milliseconds of a step against mass, a panel for each data set and size."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        if row.batch == 1:
-            panel = panels.setdefault(f"{row.data}, {row.tokens:,} tokens", {})
-            panel.setdefault(row.way, []).append((row.k, row.seconds * 1e3))
-    tables.draw(
-        path,
-        "One layer's attention step",
-        panels,
-        across="k, tokens of each query head",
-        up="milliseconds a step",
-        footnote=host.lines(),
-    )
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -191,9 +173,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return [part for part in text.split(",") if part]
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = history.option_parser(__doc__)
     parser.add_argument("--data", type=names, default=["long-tailed", "captured"], help=", ".join(QUOTED))
     parser.add_argument("--tokens", type=numbers, default=[16_384, 131_072], help="sizes of made-up data")
     parser.add_argument("--store", type=Path, help="a store whose keys, values and queries are `captured`")
@@ -210,9 +190,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--baselines", type=names, help="of: dense, offloaded, flat, ivf, hnsw, hnswlib")
     parser.add_argument("--baseline-heads", type=int, default=2, help="heads of slow baselines")
     parser.add_argument("--seconds", type=float, default=2.0, help="at most, for the repetitions of a time")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--json", type=Path, help="save everything that was measured")
-    parser.add_argument("--results", type=Path, default=history.RESULTS, help="for the plot and the history")
     arguments = parser.parse_args(argv)
     unknown = sorted(set(arguments.data) - set(QUOTED))
     if unknown:
@@ -225,25 +202,17 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parsed(argv)
-    host = machine.measure(1 << 22) if arguments.quick else machine.measure()
-    print(f"# One layer's attention step\n\n{host.lines()}")
+    host = history.begin(arguments, "One layer's attention step")
     rows: list[Row] = []
     with torch.inference_mode(), Peak() as peak:
         for layer in data(arguments):
             rows += run(layer, arguments, host)
     print(f"Most memory that was held: {peak.bytes / 2**30:.1f} GiB.")
-    settings = {
-        name: value
-        for name, value in vars(arguments).items()
-        if name not in ("json", "results", "store", "text", "quick")
-    }
-    if arguments.json:
-        report = {"settings": settings, **machine.made_with(host), "peak_bytes": peak.bytes}
-        report["rows"] = [row.as_json() for row in rows]
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if not arguments.quick:
-        picture(rows, arguments.results / "step.png", host)
-        history.append(arguments.results, "step", settings, measured.figures(rows), host)
+    unsaved = ("json", "results", "store", "text", "quick")
+    settings = {name: value for name, value in vars(arguments).items() if name not in unsaved}
+    figures = measured.figures(rows)
+    details = {"peak_bytes": peak.bytes, "rows": [row.as_json() for row in rows]}
+    history.save(arguments, "step", settings, figures, host, **details)
 
 
 if __name__ == "__main__":

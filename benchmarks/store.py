@@ -22,11 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
-from benchmarks import history, machine, tables
-from offload_decode.indexes import registry
+from benchmarks import history
+from benchmarks.decode import ways
 from offload_decode.kv.indexes import indexes_folder
 from offload_decode.store.format import KV_KINDS, Manifest, stored_types, token_hash
 from offload_decode.store.reader import KVStore
@@ -38,28 +39,9 @@ PIECE = 4 << 20  # bytes of a read or a write of plain files
 ROOT = Path(__file__).parent.parent
 
 
-@dataclass(frozen=True)
-class First:
-    """Medians of the seconds of some fresh processes; question: with search and attend in it; read: in which
-    the store is read in order. faults: times that a page was waited for; disk: bytes that were read from it.
-    """
-
-    tokens: int
-    read: float
-    way: str
-    cold: bool
-    imports: float
-    open: float
-    question: float
-    search: float
-    attend: float
-    faults: float
-    disk: float
-
-    @property
-    def seconds(self) -> float:
-        """Until the first token, without the imports."""
-        return self.open + self.question
+First = dict[str, Any]
+"""A way with a store, `cold` or not: medians of what `first_token` prints in fresh processes; `seconds` until
+the first token, without the imports; and `read`, those in which the store is read in order."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +52,11 @@ class Writing:
     bytes: int
     store: float
     plain: float
+
+    @property
+    def share(self) -> float:
+        """Of the plain file's speed."""
+        return self.plain / self.store
 
 
 def files_of(path: Path) -> Iterator[Path]:
@@ -115,7 +102,10 @@ def first_tokens(path: Path, budget: str, repetitions: int, most: int | None) ->
         for cold in (True, False):
             print(f"{way}, {'cold' if cold else 'warm'}", file=sys.stderr, flush=True)
             medians = first_token(path, way, options, cold, repetitions)
-            rows.append(First(tokens, read, way, cold, **medians))
+            seconds = medians["open"] + medians["question"]
+            rows.append(
+                {"way": way, "cold": cold, "read": read, **medians, "tokens": tokens, "seconds": seconds}
+            )
     return rows
 
 
@@ -125,26 +115,13 @@ def first_token(
     """Fresh processes, each with the store dropped before it, or read by the one before."""
     command = [sys.executable, "-m", "benchmarks.first_token", str(path.absolute()), way.partition(",")[0]]
     command += [f"{name}={value}" for name, value in options.items()]
-    found = []
+    runs = []
     for _ in range(repetitions):
         if cold:
             drop(path)
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-        found.append(json.loads(ran.stdout))
-    return {
-        name: statistics.median(run[name] for run in found)
-        for name in ("imports", "open", "question", "search", "attend", "faults", "disk")
-    }
-
-
-def ways(path: Path, budget: str) -> dict[str, dict[str, str]]:
-    """Our ways: the options of each."""
-    found = indexes_folder(path)
-    kinds = [kind for kind in registry.kinds() if kind == "flat" or (found / kind).is_dir()]
-    return {
-        **{f"topk, {kind}": {"budget": budget, "index": kind} for kind in kinds},
-        "quest": {"budget": budget, "dense_layers": ""},
-    }
+        runs.append(json.loads(ran.stdout))
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def written(folder: Path, kv: str, tokens: int, repetitions: int) -> Writing:
@@ -167,21 +144,18 @@ def written(folder: Path, kv: str, tokens: int, repetitions: int) -> Writing:
         query_samples=1024,
     )
     chunk = np.random.default_rng(0).standard_normal((8, CHUNK, 128), np.float32).astype(np.float16)
-    seconds: dict[str, list[float]] = {"store": [], "plain": []}
-    size = 0
+    stores, plains, size = [], [], 0
     for turn in range(repetitions):
         path = folder / f"{kv}-{turn}.kv"
-        began = time.perf_counter()
-        _write_store(path, manifest, ids, chunk)
-        seconds["store"].append(time.perf_counter() - began)
+        stores.append(_write_store(path, manifest, ids, chunk))
         size = sum(file.stat().st_size for file in files_of(path))
-        began = time.perf_counter()
-        _write_plain(folder / "plain", size)
-        seconds["plain"].append(time.perf_counter() - began)
-    return Writing(kv, size, statistics.median(seconds["store"]), statistics.median(seconds["plain"]))
+        plains.append(_write_plain(folder / "plain", size))
+    return Writing(kv, size, statistics.median(stores), statistics.median(plains))
 
 
-def _write_store(path: Path, manifest: Manifest, ids: np.ndarray, chunk: np.ndarray) -> None:
+def _write_store(path: Path, manifest: Manifest, ids: np.ndarray, chunk: np.ndarray) -> float:
+    """Its seconds."""
+    began = time.perf_counter()
     with KVStoreWriter.open(path, manifest, ids, [Document("random", 0, len(ids))]) as writer:
         for start in range(0, len(ids), CHUNK):
             stop = min(start + CHUNK, len(ids))
@@ -192,60 +166,52 @@ def _write_store(path: Path, manifest: Manifest, ids: np.ndarray, chunk: np.ndar
                 writer.put_queries(layer, slots, rows[:, positions - start])
             writer.commit(stop)
         writer.publish()
+    return time.perf_counter() - began
 
 
-def _write_plain(path: Path, size: int) -> None:
+def _write_plain(path: Path, size: int) -> float:
+    """Its seconds."""
+    began = time.perf_counter()
     piece = np.random.default_rng(0).bytes(PIECE)
     with open(path, "wb", buffering=0) as file:
         for start in range(0, size, PIECE):
             file.write(piece[: size - start])
         os.fsync(file.fileno())
+    return time.perf_counter() - began
 
 
 def show_first(rows: Sequence[First]) -> str:
     """A table of first tokens."""
     heads = ["way", "stored tokens", "files", "imports, s", "open, s", "question, s", "of it search, s"]
     heads += ["attend, s", "first token, s", "x reading all", "waits for a page", "read, MB"]
-    return tables.table(
-        heads,
+    parts = ("imports", "open", "question", "search", "attend", "seconds")
+    cells = [
         [
-            [
-                row.way,
-                f"{row.tokens:,}",
-                "cold" if row.cold else "warm",
-                *(f"{n:.2f}" for n in (row.imports, row.open, row.question, row.search, row.attend)),
-                f"{row.seconds:.2f}",
-                f"{row.seconds / row.read:.2f}x",
-                f"{row.faults:,.0f}",
-                f"{row.disk / 1e6:,.0f}",
-            ]
-            for row in rows
-        ],
-    )
+            row["way"],
+            f"{row['tokens']:,}",
+            "cold" if row["cold"] else "warm",
+            *(f"{row[part]:.2f}" for part in parts),
+            f"{row['seconds'] / row['read']:.2f}x",
+            f"{row['faults']:,.0f}",
+            f"{row['disk'] / 1e6:,.0f}",
+        ]
+        for row in rows
+    ]
+    return history.table(heads, cells)
 
 
 def show_written(rows: Sequence[Writing]) -> str:
     """A table of what was written."""
     heads = ["--kv", "MB", "store, MB/s", "plain file, MB/s", "of the plain file's speed"]
     cells = [
-        (
-            row.kv,
-            row.bytes / 1e6,
-            row.bytes / 1e6 / row.store,
-            row.bytes / 1e6 / row.plain,
-            row.plain / row.store,
-        )
+        [row.kv, *(f"{row.bytes / 1e6 / s:,.0f}" for s in (1, row.store, row.plain)), f"{row.share:.0%}"]
         for row in rows
     ]
-    return tables.table(
-        heads, [[kv, *(f"{n:,.0f}" for n in numbers), f"{share:.0%}"] for kv, *numbers, share in cells]
-    )
+    return history.table(heads, cells)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = history.option_parser(__doc__)
     parser.add_argument(
         "--store", type=Path, action="append", required=True, help="its model is loaded, on the CPU"
     )
@@ -253,9 +219,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3, help="processes, and stores that are written")
     parser.add_argument("--written-tokens", type=int, default=16_384, help="of the stores that are written")
     parser.add_argument("--folder", type=Path, help="where these are written; default: beside the store")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--json", type=Path, help="save everything that was measured")
-    parser.add_argument("--results", type=Path, default=history.RESULTS, help="for the plot and the history")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.repetitions, arguments.written_tokens, arguments.budget = 1, 2100, "16"
@@ -264,8 +227,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parsed(argv)
-    host = machine.measure(1 << 22) if arguments.quick else machine.measure()
-    print(f"# First tokens, and writing\n\n{host.lines()}\n")
+    host = history.begin(arguments, "First tokens, and writing")
     firsts: list[First] = []
     for path in arguments.store:
         firsts += first_tokens(path, arguments.budget, arguments.repetitions, 1 if arguments.quick else None)
@@ -275,32 +237,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             written(Path(folder), kv, arguments.written_tokens, arguments.repetitions) for kv in KV_KINDS
         ]
     print(show_written(writings))
-    figures = {
-        f"{row.way}/{row.tokens}/{'cold' if row.cold else 'warm'}/{name}": value
-        for row in firsts
-        for name, value in (("first token", row.seconds), ("x reading all", row.seconds / row.read))
-    }
-    figures |= {f"written/{row.kv}/of a plain file": row.plain / row.store for row in writings}
-    settings = {"budget": arguments.budget, "stored tokens": sorted({row.tokens for row in firsts})}
-    if arguments.json:
-        saved = {"settings": settings, **machine.made_with(host), "figures": figures}
-        saved |= {"first": [asdict(row) for row in firsts], "written": [asdict(row) for row in writings]}
-        arguments.json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
-    if not arguments.quick:
-        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for row in firsts:
-            panel = panels.setdefault("dropped from the page cache" if row.cold else "in the page cache", {})
-            panel.setdefault(row.way, []).append((row.tokens, row.seconds))
-            panel.setdefault("reading the store in order", []).append((row.tokens, row.read))
-        tables.draw(
-            arguments.results / "store.png",
-            "From opening a store to the first token, imports apart",
-            panels,
-            across="stored tokens",
-            up="seconds",
-            footnote=host.lines(),
-        )
-        history.append(arguments.results, "store", settings, figures, host)
+    figures = {}
+    for row in firsts:
+        name = f"{row['way']}/{row['tokens']}/{'cold' if row['cold'] else 'warm'}"
+        figures[f"{name}/first token"] = row["seconds"]
+        figures[f"{name}/x reading all"] = row["seconds"] / row["read"]
+    figures |= {f"written/{row.kv}/of a plain file": row.share for row in writings}
+    settings = {"budget": arguments.budget, "stored tokens": sorted({row["tokens"] for row in firsts})}
+    details = {"first": firsts, "written": [asdict(row) for row in writings]}
+    history.save(arguments, "store", settings, figures, host, **details)
 
 
 if __name__ == "__main__":

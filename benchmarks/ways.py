@@ -1,24 +1,27 @@
 """Our own ways of a decoding step in one layer, through the engine's code: search, then attention where the
-rows lie. A way is made ready for a `k` and then timed by `step.py`.
+rows lie; and the bytes that a step must read, by counting. A way is made ready for a `k` and then timed by
+`step.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 
-from benchmarks import traffic
 from benchmarks.fidelity import Ids, Sample
-from benchmarks.layers import Float32, Layer
-from benchmarks.traffic import Traffic
+from benchmarks.layers import Array, Float32, Layer
 from offload_decode.attention.pages import loaded_tokens
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
 from offload_decode.indexes import registry
+from offload_decode.indexes.base import VectorIndex
+from offload_decode.indexes.clusters.index import ClusteredIndex
+from offload_decode.indexes.flat import FlatIndex
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.base import EVERYTHING
 from offload_decode.selectors.registry import create
@@ -31,22 +34,30 @@ PAGE = 16
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes `in_order`, and of `rows` from random places."""
+
+    in_order: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class Way:
     """One way of a step. It serves the first `heads` KV heads of the layer, `side` says whose it is, and
     `parameter` what was tuned. `step` takes queries `[heads, R, D]`, R = batch · group, to outputs of the
-    same shape; `chosen` gives the tokens that it attends to, a head's `[R, n]` padded with -1 (None: all
-    tokens); `traffic` counts bytes, where they can be counted. A step goes through `layers` layers alike: a
+    same shape; `traffic` counts bytes, where they can be counted; `chosen` gives the tokens that are attended
+    to, a head's `[R, n]` padded with -1 (None: all tokens). A step goes through `layers` layers alike: a
     layer's time is that share of it.
     """
 
     name: str
     side: str
     heads: int
-    build_seconds: float
-    parameter: str
     step: Callable[[Float32], Float32]
-    chosen: Callable[[Float32], list[Ids]] | None
-    traffic: Callable[[Float32], Traffic | None] = lambda queries: None
+    traffic: Callable[[Float32], Traffic | None]
+    chosen: Callable[[Float32], list[Ids]] | None = None
+    build_seconds: float = 0.0
+    parameter: str = ""
     layers: int = 1
 
 
@@ -82,6 +93,9 @@ def index_way(layer: Layer, kind: str) -> Maker:
     ]
     seconds = time.perf_counter() - began
     memory, exact = MemoryLayer(layer), chosen.exact_scores
+    records = [index.recall for index in built if index.recall is not None]
+    tuned = {record.value for record in records}
+    parameter = f"{records[0].parameter} {min(tuned)}-{max(tuned)}" if records else ""
 
     def at(k: int) -> Way:
         def step(rows: Float32) -> Float32:
@@ -92,22 +106,10 @@ def index_way(layer: Layer, kind: str) -> Maker:
         def tokens(rows: Float32) -> list[Ids]:
             return list(chosen.search_heads(built, rows, k).ids)
 
-        def counted(rows: Float32) -> Traffic | None:
-            return traffic.of_search(layer, built, rows, tokens(rows))
+        def traffic(rows: Float32) -> Traffic | None:
+            return search_traffic(layer, built, rows, tokens(rows))
 
-        tuned = {index.recall.value for index in built if index.recall is not None}
-        record = next((index.recall for index in built if index.recall is not None), None)
-        parameter = "" if record is None else f"{record.parameter} {min(tuned)}-{max(tuned)}"
-        return Way(
-            kind,
-            OURS,
-            len(built),
-            seconds,
-            parameter,
-            step,
-            tokens,
-            counted,
-        )
+        return Way(kind, OURS, len(built), step, traffic, tokens, seconds, parameter)
 
     return at
 
@@ -119,15 +121,15 @@ def quest_way(layer: Layer) -> Maker:
     selector = create("quest", {"budget": "16"}, memory.host, memory.shape).selector
     selector.choose(0, memory.queries(layer.steps[0]), 16)  # makes the bounds
     seconds = time.perf_counter() - began
-    pair = traffic.row_bytes(layer.keys[0]) + traffic.row_bytes(layer.values[0])
+    pair = row_bytes(layer.keys[0]) + row_bytes(layer.values[0])
     bounds = 2 * (layer.length // PAGE) * layer.steps.shape[-1] * 2 * len(layer.keys)  # halves
 
     def select(rows: Float32, budget: int) -> PageSelection:
         return cast(PageSelection, selector.choose(0, memory.queries(rows), budget))
 
     def tokens(rows: Float32, budget: int) -> list[Ids]:
-        own = select(rows, budget)
-        listed = page_tokens(own.pages, own.page_size, layer.length, own.limit)
+        selection = select(rows, budget)
+        listed = page_tokens(selection.pages, selection.page_size, layer.length, selection.limit)
         return list(listed.repeat_interleave(memory.group, dim=1).numpy())
 
     def at(k: int) -> Way:
@@ -135,20 +137,21 @@ def quest_way(layer: Layer) -> Maker:
         budgets = [*(k << times for times in range(32) if k << times < layer.length), layer.length]
         budget = next(b for b in budgets if sample.holds_enough(tokens(sample.rows, b)) or b == budgets[-1])
 
-        def counted(rows: Float32) -> Traffic:
-            own = select(rows, budget)
-            loaded = loaded_tokens(own.pages, own.page_size, layer.length)
-            return Traffic(bounds + loaded * pair, 0)
+        def traffic(rows: Float32) -> Traffic:
+            selection = select(rows, budget)
+            return Traffic(
+                bounds + loaded_tokens(selection.pages, selection.page_size, layer.length) * pair, 0
+            )
 
         return Way(
             "quest",
             OURS,
             len(layer.keys),
+            lambda rows: memory.attend(rows, select(rows, budget)),
+            traffic,
+            lambda rows: tokens(rows, budget),
             seconds,
             f"budget {budget:,}",
-            lambda rows: memory.attend(rows, select(rows, budget)),
-            lambda rows: tokens(rows, budget),
-            counted,
         )
 
     return at
@@ -157,22 +160,47 @@ def quest_way(layer: Layer) -> Maker:
 def all_way(layer: Layer) -> Maker:
     """Dense attention to the store as it lies, whatever the k."""
     memory = MemoryLayer(layer)
-    read = sum(rows.nbytes for side in (layer.keys, layer.values) for rows in side)
+    size = sum(rows.nbytes for rows in (*layer.keys, *layer.values))
 
-    def at(k: int) -> Way:
-        return Way(
-            "all",
-            OURS,
-            len(layer.keys),
-            0.0,
-            "",
-            lambda rows: memory.attend(rows, EVERYTHING),
-            None,
-            lambda queries: Traffic(read, 0),
-        )
+    def step(rows: Float32) -> Float32:
+        return memory.attend(rows, EVERYTHING)
 
-    return at
+    return lambda k: Way("all", OURS, len(layer.keys), step, lambda rows: Traffic(size, 0))
 
 
 WHOLE: dict[str, Callable[[Layer], Maker]] = {"quest": quest_way, "all": all_way}
 """What is of no index kind."""
+
+
+def search_traffic(
+    layer: Layer, built: Sequence[VectorIndex], rows: Float32, ids: Sequence[Array]
+) -> Traffic | None:
+    """A search of every head for `rows [Hkv, R, D]`, which found `ids [R, k]`, and the values of these; what
+    several rows of a head need is read once. None for kinds whose reading is not counted.
+    """
+    values = sum(len(np.unique(found[found >= 0])) for found in ids) * row_bytes(layer.values[0])
+    if isinstance(built[0], FlatIndex):
+        return Traffic(sum(keys.nbytes for keys in layer.keys), values)
+    if not isinstance(built[0], ClusteredIndex):
+        return None
+    heads = [_cell_traffic(*head) for head in zip(built, rows, ids, strict=True)]
+    return Traffic(sum(head.in_order for head in heads), sum(head.rows for head in heads) + values)
+
+
+def row_bytes(rows: Array) -> int:
+    """Bytes of a stored row."""
+    return rows.nbytes // len(rows)
+
+
+def _cell_traffic(index: Any, queries: Float32, ids: Array) -> Traffic:
+    """Every cell's mean and variance; the codes, scales and ids of the cells whose bound reaches the k-th
+    best score of any row; and the keys that were found, to score them exactly.
+    """
+    cells = index.cells
+    spread = np.sqrt(np.maximum(queries**2 @ cells.variances.T, 0))
+    bounds = queries @ cells.means.T + index.deviations_for(ids.shape[1]) * spread
+    worst = (index.keys[ids[:, -1]].astype(np.float32) * queries).sum(axis=1)
+    share = cells.counts[(bounds >= worst[:, None]).any(axis=0)].sum() / cells.counts.sum()
+    coded = cells.codes.nbytes + cells.scales.nbytes + cells.ids.nbytes
+    bounding = cells.means.nbytes + cells.variances.nbytes
+    return Traffic(int(bounding + share * coded), len(np.unique(ids)) * row_bytes(index.keys))

@@ -65,28 +65,27 @@ def brought(requirement: Requirement, seen: set[tuple[str, str]]) -> None:
 def licences() -> dict[str, str]:
     """The licence of every installed package, in a line."""
     command = [sys.executable, "-m", "piplicenses", "--from=mixed", "--format=json", "--with-system"]
-    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {canonicalize_name(one["Name"]): one["License"].strip().splitlines()[0] for one in told} | STATED
+    listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {canonicalize_name(one["Name"]): one["License"].strip().splitlines()[0] for one in listed} | STATED
 
 
 def table() -> str:
     """A line for every package: those that are asked for first, with the extras that ask."""
-    asked: dict[str, list[str]] = {}
+    extras: dict[str, list[str]] = {}
     along: dict[str, set[str]] = {}
     for extra, requirements in declared().items():
         for requirement in requirements:
-            asked.setdefault(canonicalize_name(requirement.name), []).append(
-                f"`{extra}`" if extra else "always"
-            )
+            wanted = canonicalize_name(requirement.name)
+            extras.setdefault(wanted, []).append(f"`{extra}`" if extra else "always")
             seen: set[tuple[str, str]] = set()
             brought(requirement, seen)
             for name, _ in seen:
-                along.setdefault(name, set()).add(canonicalize_name(requirement.name))
+                along.setdefault(name, set()).add(wanted)
     known = licences()
     rows = ["## Asked for", "", "| package | licence | extra |", "|---|---|---|"]
-    rows += [f"| {name} | {known[name]} | {', '.join(asked[name])} |" for name in sorted(asked)]
+    rows += [f"| {name} | {known[name]} | {', '.join(extras[name])} |" for name in sorted(extras)]
     rows += ["", "## Brought along", "", "| package | licence | by |", "|---|---|---|"]
-    for name in sorted(along.keys() - asked.keys() & known.keys()):
+    for name in sorted(along.keys() - extras.keys() & known.keys()):
         by = sorted(along[name])
         rows.append(f"| {name} | {known[name]} | {', '.join(by[:3])}{' …' if len(by) > 3 else ''} |")
     return "\n".join(rows) + "\n"

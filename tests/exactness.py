@@ -61,7 +61,7 @@ class Case:
 
     def answer(self, asked: Tensor) -> list[int]:
         """The greedy answer through `generate`, of the new ids and a mask that covers the stored ones."""
-        return self._generated(asked, torch.ones(1, self.prefix + asked.shape[1], dtype=torch.bool))[0]
+        return self.ragged_answers([asked])[0]
 
     def beams(self, asked: Tensor) -> list[int]:
         """The best of three beams, through `generate` with all ids."""
@@ -84,9 +84,6 @@ class Case:
         mask = torch.ones(len(rows), self.prefix + most, dtype=torch.bool)
         for place, row in enumerate(rows):
             mask[place, self.prefix : self.prefix + most - row.shape[1]] = False
-        return self._generated(torch.cat(padded), mask)
-
-    def _generated(self, ids: Tensor, mask: Tensor) -> list[list[int]]:
         cache = {generate_name(): self.engine.new_cache()}
-        out = self.engine.loaded.model.generate(ids, attention_mask=mask, **cache, **GREEDY)
-        return out[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+        out = self.engine.loaded.model.generate(torch.cat(padded), attention_mask=mask, **cache, **GREEDY)
+        return out[:, most:].tolist()  # type: ignore[no-any-return]

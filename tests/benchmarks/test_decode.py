@@ -80,7 +80,7 @@ def test_first_tokens_and_writing_are_measured(
         ("topk, flat", True),
         ("topk, flat", False),
     ]
-    assert {"topk, faiss-ivf", "quest"} <= store.ways(path, "16").keys()
+    assert {"topk, faiss-ivf", "quest"} <= decode.ways(path, "16").keys()
     for row in report["first"]:
         assert min(row["imports"], row["open"]) > 0
         assert row["question"] > row["search"] > 0

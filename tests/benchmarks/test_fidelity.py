@@ -14,7 +14,7 @@ K = 16
 
 @pytest.fixture(scope="module")
 def layer() -> Layer:
-    return layers.long_tailed(600, heads=2, group=2, dim=32, steps=3)
+    return layers.MadeUp(600, heads=2, group=2, dim=32, steps=3).long_tailed()
 
 
 @pytest.fixture(scope="module")

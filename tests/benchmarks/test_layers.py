@@ -15,10 +15,10 @@ from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape, Selection
 
 
-@pytest.mark.parametrize("make", [layers.long_tailed, layers.gaussian])
+@pytest.mark.parametrize("make", [layers.MadeUp.long_tailed, layers.MadeUp.gaussian])
 def test_the_same_seed_makes_the_same_layer(make: object) -> None:
     first, again, other = (
-        make(300, heads=2, group=2, dim=16, steps=2, seed=seed)  # type: ignore[operator]
+        make(layers.MadeUp(300, heads=2, group=2, dim=16, steps=2, seed=seed))  # type: ignore[operator]
         for seed in (0, 0, 1)
     )
     for ours, theirs in zip((*first.keys, *first.values), (*again.keys, *again.values), strict=True):
@@ -31,7 +31,7 @@ def test_the_same_seed_makes_the_same_layer(make: object) -> None:
 
 
 def test_a_part_of_a_layer_is_a_view() -> None:
-    whole = layers.long_tailed(300, heads=2, group=2, dim=16, steps=2)
+    whole = layers.MadeUp(300, heads=2, group=2, dim=16, steps=2).long_tailed()
     part = whole.first(100).heads(1)
     assert (part.length, len(part.keys), part.steps.shape[1], len(part.tuning)) == (100, 1, 1, 1)
     assert np.shares_memory(part.keys[0], whole.keys[0])
@@ -39,12 +39,12 @@ def test_a_part_of_a_layer_is_a_view() -> None:
 
 def test_the_long_tail_is_long() -> None:
     """Neither a few tokens nor all of them: weights fall about as a power of their rank."""
-    layer = layers.long_tailed(16_384, heads=1, steps=8)
+    layer = layers.MadeUp(16_384, heads=1, steps=8).long_tailed()
     exact = truth(layer, [64, 1024])
     assert 0.4 < float(exact.mass[64].mean()) < 0.8
     assert 0.7 < float(exact.mass[1024].mean()) < 0.98
     assert -2.2 < exact.slope < -1
-    independent = layers.gaussian(16_384, heads=1, steps=8)
+    independent = layers.MadeUp(16_384, heads=1, steps=8).gaussian()
     assert float(truth(independent, [1024]).mass[1024].mean()) < 0.4
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import history, layers, measured, tables
+from benchmarks import history, layers, measured
 from benchmarks.fidelity import Fidelity, truth
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, Timing, timed
 from benchmarks.measured import Row
-from benchmarks.timing import Timing, timed
-from benchmarks.traffic import Traffic
-from benchmarks.ways import BASELINE, OURS, Way
+from benchmarks.ways import BASELINE, OURS, Traffic, Way
 
-MACHINE = Machine("a processor", 2, 1 << 30, 1e9, 2e9, 1e8, 2e8, 1e9)
+MACHINE = Machine("a processor", 2, 1 << 30, 1e9, 2e9, 1e8, 2e8)
 WHOLE = Fidelity(1, 1, 1, 0.8, 0.1, 0.0)
 POOR = replace(WHOLE, ratio=0.9)
 
@@ -55,7 +53,7 @@ def test_speed_without_fidelity_does_not_count() -> None:
 
 
 def test_what_was_measured_on_some_heads_is_scaled_to_all() -> None:
-    layer = layers.long_tailed(200, heads=4, group=2, dim=16, steps=2)
+    layer = layers.MadeUp(200, heads=4, group=2, dim=16, steps=2).long_tailed()
     exact = truth(layer, [8])
 
     def step(rows: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
@@ -63,7 +61,7 @@ def test_what_was_measured_on_some_heads_is_scaled_to_all() -> None:
         return np.zeros_like(rows)
 
     def way(heads: int) -> Way:
-        return Way("sleeps", OURS, heads, 1.0, "", step, None, lambda rows: Traffic(4_000, 400))
+        return Way("sleeps", OURS, heads, step, lambda rows: Traffic(4_000, 400), build_seconds=1.0)
 
     one, four = (measured.measured(way(heads), layer, exact, 8, MACHINE, seconds=0.05) for heads in (1, 4))
     assert 4 * 0.01 <= one.seconds < 4 * 0.02
@@ -105,10 +103,3 @@ def test_the_history_shows_figures_by_commit(tmp_path: Path) -> None:
     shown = history.show(runs, "*dense")
     assert [cell.strip() for cell in shown.splitlines()[-1].split("|")[1:-1]] == ["flat/x dense", "3", "4"]
     assert runs[0]["commit"] in shown
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plots" / "a.png"
-    tables.draw(path, "title", {"a": {"x": [(1, 2), (10, 20)]}}, across="N", up="ms")
-    assert path.read_bytes().startswith(b"\x89PNG")

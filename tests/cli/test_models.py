@@ -21,7 +21,7 @@ def run(*arguments: object) -> tuple[int, str]:
 def test_the_list_is_of_the_families_that_the_suite_serves():
     known = json.loads(files("offload_decode.cli").joinpath("families.json").read_text())
     if version("transformers") not in known:
-        pytest.skip("written for other releases: python -m benchmarks.proved")
+        pytest.skip("written for other releases: python -m benchmarks.checked")
     assert set(known[version("transformers")]) == {FAMILIES[name].model_type for name in SERVED}
     code, told = run()
     assert code == 0

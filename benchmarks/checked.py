@@ -1,4 +1,4 @@
-"""Writes what `offload-decode models` lists for the installed transformers: `python -m benchmarks.proved`.
+"""Writes what `offload-decode models` lists for the installed transformers: `python -m benchmarks.checked`.
 
 Every family of the test suite that passes the equivalence check, with the kinds of layers that its tiny
 config has and what is kept of them.
@@ -7,6 +7,7 @@ config has and what is kept of them.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import __version__
@@ -20,23 +21,20 @@ from tests.families import FAMILIES, config_of
 PLACE = Path(cli.__file__).with_name("families.json")
 
 
-def kept(own: LayerShape) -> str:
-    """In words that hold for any size."""
-    of = {"full": "keys and values", "sliding": "a window", "chunked": "a chunk"}
-    told = ["latents"] if own.latent else [of[own.kind]] if own.kind in of else []
-    return " and ".join([*told, *(["states"] if own.states else [])])
+def stored(layer: LayerShape) -> set[str]:
+    """What is kept of a layer, in words that hold for any size."""
+    kinds = {"full": "keys and values", "sliding": "a window", "chunked": "a chunk"}
+    words = ["latents" if layer.latent else kinds.get(layer.kind, ""), "states" if layer.states else ""]
+    return {" and ".join(filter(None, words))} - {""}
 
 
 def checked() -> dict[str, list[str]]:
     """What is kept of the layers of each family that passes the equivalence check."""
     found: dict[str, set[str]] = {}
     for name, family in FAMILIES.items():
-        try:
-            shape = shape_of(config_of(name))
-        except UnsupportedModel:
-            continue
-        words = {kept(own) for own in shape.layers} - {""}
-        found[family.model_type] = found.get(family.model_type, set()) | words
+        with suppress(UnsupportedModel):
+            for layer in shape_of(config_of(name)).layers:
+                found.setdefault(family.model_type, set()).update(stored(layer))
     return {name: sorted(words) for name, words in sorted(found.items())}
 
 
