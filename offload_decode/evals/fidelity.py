@@ -173,8 +173,7 @@ def measure(
     live = Source(host, [run.calls for run in runs], ks)
     stored = Source(host, [sampled_calls(host, runs[0].calls)], ks)
 
-    entries: dict[tuple[str, str], Entry] = {}
-    failures = []
+    entries, failures = [], []
     for contender, budget in jobs:
         per_layer = budgets[DENSE if contender.selector == DENSE else budget]
         amounts = [k for k in per_layer.values() if k is not None]
@@ -189,20 +188,21 @@ def measure(
         except FAILURES as error:
             failures.append(Failure(contender.label, budget, " ".join(str(error).split())))
             continue
-        entries[contender.label, budget] = Entry(
-            label=contender.label,
-            selector=contender.selector,
-            options=dict(contender.options),
-            budget=budget,
-            budget_tokens=sum(amounts) / len(amounts),
-            attended=searched.selected / searched.rows,
-            bytes_moved=whole.bytes_moved / sum(len(run.tokens) - 1 for run in runs),
-            stored=sampled,
-            live=decoded,
-            agreement=agreed,
+        entries.append(
+            Entry(
+                label=contender.label,
+                selector=contender.selector,
+                options=dict(contender.options),
+                budget=budget,
+                budget_tokens=sum(amounts) / len(amounts),
+                attended=searched.selected / searched.rows,
+                bytes_moved=whole.bytes_moved / sum(len(run.tokens) - 1 for run in runs),
+                stored=sampled,
+                live=decoded,
+                agreement=agreed,
+            )
         )
-    order = itertools.product((EVERYTHING, *plan.budgets), (contender.label for contender in plan.contenders))
-    kept = [entries[label, budget] for budget, label in dict.fromkeys(order) if (label, budget) in entries]
+    entries.sort(key=lambda entry: (EVERYTHING, *plan.budgets).index(entry.budget))
     configuration = {
         "store": str(store.path),
         "store_digest": store.store_digest,
@@ -217,7 +217,7 @@ def measure(
         "live_query_tokens": live.tokens,
         "date": now(),
     }
-    return FidelityReport(configuration, tuple(kept), tuple(failures))
+    return FidelityReport(configuration, tuple(entries), tuple(failures))
 
 
 class Source:

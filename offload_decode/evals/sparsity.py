@@ -24,22 +24,12 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
+from offload_decode.evals import runs
 from offload_decode.evals.answering import Answering, AnswerPlace
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Material
 from offload_decode.evals.recorded_queries import AttentionDemand, Call
-from offload_decode.evals.runs import (
-    Asked,
-    Count,
-    KeyT,
-    Number,
-    Record,
-    Results,
-    Said,
-    Text,
-    grouped,
-    questions_and_answers,
-)
+from offload_decode.evals.runs import Count, KeyT, Number, Record, Results, Text, grouped
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
 from offload_decode.evals.tasks.base import Question as Asking
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
@@ -227,7 +217,7 @@ class Question:
     number of tokens does as well.
     """
 
-    asked: Asked
+    asked: runs.Asked
     dense: float
     needed: int | None
     beyond: bool
@@ -279,7 +269,7 @@ def questions(results: Results) -> list[Question]:
     """Every question with the tokens that it needed."""
     attention = grouped(_answering(results), lambda record: (record.unit, record.question))
     found = []
-    for asked, answers in questions_and_answers(results):
+    for asked, answers in runs.questions_and_answers(results):
         records = attention.get((asked.unit, asked.question))
         dense = [said.score for said in answers if said.way == DENSE and not said.control]
         if not records or not dense:
@@ -334,7 +324,7 @@ def _questions(number: int) -> str:
     return f"{number:,} question{'' if number == 1 else 's'}"
 
 
-def _needed(dense: float, answers: Iterable[Said], stored: int) -> tuple[int | None, bool]:
+def _needed(dense: float, answers: Iterable[runs.Said], stored: int) -> tuple[int | None, bool]:
     if dense == 0:
         return None, False
     tried = [said for said in answers if said.way.startswith(_WAY) and not said.control]

@@ -68,7 +68,7 @@ def write_run(
     header = Header(
         evaluation, configuration, made_with, len(places) + unfinished, "2026-01-01T00:00:00+00:00"
     )
-    with runs.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (write, _):
         lines: list[Record] = []
         for length, task, seed, i in places:
             unit = f"{task}/{length}/{seed}/{i}"
@@ -98,7 +98,7 @@ def write_run(
                 answer = Said(unit, 0, ways[0], True, said, score, score, length, 1.0, 0.1)
                 lines.append(runs.record(ANSWER, answer))
             lines.append({"record": "unit", "unit": unit, "seconds": 1.0, "finished": runs.now()})
-        writer.lines(lines)
+        write(lines)
     return path
 
 
@@ -107,7 +107,7 @@ def write_likelihoods(path: Path, fashion: str = "continuation") -> Path:
     rng = random.Random(0)
     ways = (*WAYS, "window:512")
     header = Header("perplexity", {"fashion": fashion, "chunk": 64}, MADE_WITH, 8, "2026-01-01T00:00+00:00")
-    with runs.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (write, _):
         for place, length in product(range(4), (2048, 8192)):
             unit, said = f"{length}/{place}", []
             dense = [rng.uniform(1.0, 5.0) for _ in range(64)]
@@ -127,7 +127,7 @@ def write_likelihoods(path: Path, fashion: str = "continuation") -> Path:
                         "tail_share": 0.1 if way == "dense" else None,
                     }
                 )
-            writer.unit(unit, said, 1.0)
+            write(runs.unit_records(unit, said, 1.0))
     return path
 
 
@@ -137,7 +137,7 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
     """
     rng = random.Random(0)
     header = Header("sparsity", {"suite": "sparsity"}, MADE_WITH, 20, "2026-01-01T00:00+00:00")
-    with runs.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (write, _):
         for task, i in product(("niah_single_1", "cwe"), range(10)):
             unit = f"{task}/2048/0/{i}"
             asked = Asked(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
@@ -158,5 +158,5 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
                 line = {"record": "sparsity", "question": 0, "task": task, "length": 2048, "seed": 0}
                 line |= {"stored_tokens": 2048, "part": "answer", "layer": layer, "rows": 3}
                 said.append(line | {"stored_share": [0.9] * heads, "entropy": entropy, "keys": keys})
-            writer.unit(unit, said, 1.0)
+            write(runs.unit_records(unit, said, 1.0))
     return path

@@ -22,8 +22,8 @@ from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, measure
 from offload_decode.evals.plots import save_needles
 from offload_decode.evals.runs import Stores
+from offload_decode.evals.summary import of_needles
 from offload_decode.evals.tasks.base import string_match
-from offload_decode.evals.verdict import of_needles
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store.reader import KVStore

@@ -21,8 +21,15 @@ from offload_decode.evals.stats import (
     wilson,
     wilson_of,
 )
-from offload_decode.evals.summary import Summary, budget_of, rows, summarize, without_budget
-from offload_decode.evals.verdict import at_chance, verdict
+from offload_decode.evals.summary import (
+    Summary,
+    at_chance,
+    budget_of,
+    rows,
+    summarize,
+    verdict,
+    without_budget,
+)
 from tests.evals.made_up import write_run
 
 

@@ -85,13 +85,6 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Choice(Question):
-    """A question of which even a guess knows what the answer may be."""
-
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Draw:
     """Facts in their order, questions, and for each question which facts it cannot be answered without."""
 
@@ -123,7 +116,7 @@ class SpreadFacts(Task):
 
     def context(self, rng: random.Random, material: Material) -> Context:
         """The facts in runs at places drawn afresh, with filler between them."""
-        sample = self.draw(random.Random(rng.getrandbits(64)), max(_SAMPLE, self.fewest)).facts
+        sample = self.draw(random.Random(rng.getrandbits(64)), _SAMPLE).facts
         cost = material.count("\n".join(fact.text for fact in sample)) / len(sample)
         drawn = self.draw(rng, max(self.fewest, int(self.share * material.tokens / cost)))
         runs = self._runs(rng, len(drawn.facts))
@@ -158,7 +151,7 @@ class SpreadFacts(Task):
 
     def guess(self, rng: random.Random, question: Question) -> str:
         """One of the choices, or where there are none the answer of another draw."""
-        if isinstance(question, Choice):
+        if question.choices:
             return rng.choice(question.choices)
         return rng.choice(self.draw(rng, self.fewest).questions).response
 
@@ -181,7 +174,6 @@ def _span(middle: float) -> tuple[int, int]:
     return max(1, round(middle / 2)), max(1, round(1.5 * middle))
 
 
-@dataclass(frozen=True)
 class CountMentions(SpreadFacts):
     """How often is somebody mentioned? Two people, asked for in turn, and others who share a name with them.
 
@@ -210,7 +202,7 @@ class CountMentions(SpreadFacts):
             written.append(Fact(sentence.format(name=name), sentence.format(name=other)))
         choices = tuple(str(count) for count in range(low, high + 1))
         questions = [
-            Choice(
+            Question(
                 rng.choice(_ASKED["count"]).format(name=person),
                 " The number is",
                 (str(about.count(person)),),
@@ -231,7 +223,6 @@ def _alike(rng: random.Random, person: str, persons: list[str]) -> list[str]:
             return found
 
 
-@dataclass(frozen=True)
 class JoinStory(SpreadFacts):
     """Facts joined over three steps: `In which town was the landlord of the teacher of Ada Foxley born?`
 
@@ -286,7 +277,6 @@ class JoinStory(SpreadFacts):
 _RATE = 0.55  # records asked for, for each square root of all records
 
 
-@dataclass(frozen=True)
 class EveryRecord(SpreadFacts):
     """Text to JSON: every record of one of four kinds, with its fields.
 
@@ -361,7 +351,6 @@ _LEAD = 0.15  # by which the most frequent kind is ahead of the second
 _FEWEST = 0.6  # the least frequent kind, as a share of the second
 
 
-@dataclass(frozen=True)
 class TallyLines(SpreadFacts):
     """Letters to a shop, of five kinds that are to be told from what they say: which is the most frequent?
 
@@ -392,7 +381,7 @@ class TallyLines(SpreadFacts):
             written.append(Fact(text, letter(rng.choice(kinds[1:])) if kind == kinds[0] else text))
         named = rng.sample(kinds, len(kinds))
         asked = rng.choice(_ASKED["kind"]).format(kinds=", ".join(named[:-1]) + f" or {named[-1]}")
-        question = Choice(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))
+        question = Question(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))
         return Draw(tuple(written), (question,), (tuple(range(len(written))),))
 
 

@@ -60,13 +60,15 @@ def _f1(expected: list[str], given: list[str]) -> float:
 class Question:
     """A question; `answer_prefix` may be put after `Answer:`; answers are in the order of the text.
 
-    `any_of`: the answers are several ways to say the same; otherwise all of them are asked for.
+    `any_of`: the answers are several ways to say the same; otherwise all of them are asked for. `choices`:
+    what even a guess knows that the answer may be, if it does.
     """
 
     text: str
     answer_prefix: str
     answers: tuple[str, ...]
     any_of: bool = False
+    choices: tuple[str, ...] = ()
 
     @property
     def response(self) -> str:
@@ -189,7 +191,7 @@ class HiddenFacts(Task):
         of the haystack instead.
         """
         episode = self.sample(rng)
-        whole = material.tokens - (material.count(self.instruction) if self.instruction else 0)
+        whole = material.tokens - material.count(self.instruction)
         room = whole - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
         if room < 1:
             raise too_short(self, material.tokens)

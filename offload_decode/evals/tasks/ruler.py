@@ -90,11 +90,7 @@ _INSTRUCTION_ALL = (
     "I will quiz you about the numbers afterwards.\n"
 )
 Kind = Literal["number", "uuid"]
-
-
-def _values(rng: random.Random, kind: Kind, count: int) -> list[str]:
-    draw = words.identifier if kind == "uuid" else words.number
-    return words.distinct(lambda: draw(rng), count)
+_VALUES: dict[Kind, Callable[[random.Random], str]] = {"number": words.number, "uuid": words.identifier}
 
 
 def _hidden(key: str, value: str, kind: Kind) -> tuple[str, Question]:
@@ -124,14 +120,12 @@ class Needle(HiddenFacts):
     distractors: int = 0
 
     def sample(self, rng: random.Random) -> Episode:
-        count = 1 + self.distractors
-        keys = words.keys(rng, count)
-        values = _values(rng, self.kind, count)
+        keys = words.keys(rng, 1 + self.distractors)
+        values = words.distinct(lambda: _VALUES[self.kind](rng), len(keys))
         pairs = [_hidden(key, value, self.kind) for key, value in zip(keys, values, strict=True)]
         return Episode(tuple(fact for fact, _ in pairs), tuple(question for _, question in pairs))
 
 
-@dataclass(frozen=True)
 class NeedleInNoise(Needle):
     """One number for one key, on a line among lines that are all alike."""
 
@@ -144,7 +138,6 @@ class NeedleInNoise(Needle):
         return between_lines(haystack, facts, depths)
 
 
-@dataclass(frozen=True)
 class UuidNeedle(Needle):
     """One UUID for one key, in prose."""
 
@@ -173,7 +166,8 @@ class MultiValueNeedle(HiddenFacts):
 
     def sample(self, rng: random.Random) -> Episode:
         key = words.key(rng)
-        return _asked_together([(key, value) for value in _values(rng, "number", self.values)], key)
+        values = words.distinct(lambda: words.number(rng), self.values)
+        return _asked_together([(key, value) for value in values], key)
 
     def ordered(self, depths: list[float]) -> list[float]:
         return sorted(depths)
@@ -190,7 +184,7 @@ class MultiQueryNeedle(HiddenFacts):
 
     def sample(self, rng: random.Random) -> Episode:
         keys = words.keys(rng, self.keys)
-        values = _values(rng, "number", self.keys)
+        values = words.distinct(lambda: words.number(rng), self.keys)
         *most, last = keys
         return _asked_together([*zip(keys, values, strict=True)], f"{', '.join(most)}, and {last}")
 
@@ -208,25 +202,23 @@ class NeedleAmongNeedles(Task):
     def per_context(self) -> int:
         return self.asked
 
-    def key(self, rng: random.Random) -> str:
-        return words.key(rng)
-
     def context(self, rng: random.Random, material: Material) -> Context:
         """As many lines as there is room for. The control has others in place of those asked for."""
         drawn: dict[str, str] = {}
-        instruction = _INSTRUCTION.replace("number", self.kind)
+        draw_key = words.identifier if self.kind == "uuid" else words.key
 
         def more(count: int) -> list[tuple[str, str]]:
             used = set(drawn.values())
             while len(drawn) < count:
-                key, (value,) = self.key(rng), _values(rng, self.kind, 1)
+                key, value = draw_key(rng), _VALUES[self.kind](rng)
                 if key not in drawn and value not in used:
                     used.add(value)
                     drawn[key] = value
             return list(drawn.items())[:count]
 
         def write(pairs: list[tuple[str, str]]) -> str:
-            return instruction + "\n".join(_hidden(*pair, self.kind)[0] for pair in pairs)
+            needles = "\n".join(_hidden(*pair, self.kind)[0] for pair in pairs)
+            return _INSTRUCTION.replace("number", self.kind) + needles
 
         count = fitting(material, material.tokens, lambda count: write(more(count)), least=self.asked)
         if count < self.asked:
@@ -246,19 +238,15 @@ class NeedleAmongNeedles(Task):
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
-        return _values(rng, self.kind, 1)[0]
+        return _VALUES[self.kind](rng)
 
 
-@dataclass(frozen=True)
 class UuidAmongUuids(NeedleAmongNeedles):
     """The same with UUIDs for keys and values."""
 
     name: ClassVar[str] = "niah_multikey_3"
     max_new_tokens: ClassVar[int] = 96
     kind: ClassVar[Kind] = "uuid"
-
-    def key(self, rng: random.Random) -> str:
-        return words.identifier(rng)
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,6 @@ class SingleHop(Task):
         return rng.choice(alike).answers[0] if alike else ""
 
 
-@dataclass(frozen=True)
 class MultiHop(SingleHop):
     """Questions that take two documents."""
 
