@@ -247,12 +247,12 @@ class Source:
         searched, whole = StepStats(), StepStats()
         last = max(per_layer)
         for calls in self.conversations:
-            for call, reply, stats in replay(prefix, calls):
+            for call, ids, out, stats in replay(prefix, calls):
                 layer, k, (_, heads, tokens, _) = call.layer, per_layer[call.layer], call.query.shape
-                rows = slice(begin[layer], begin[layer] + reply.out.shape[1])
+                rows = slice(begin[layer], begin[layer] + out.shape[1])
                 begin[layer] = rows.stop
                 if k is not None:
-                    judged = self.exact[layer].judge(rows, reply.ids, reply.out, k)
+                    judged = self.exact[layer].judge(rows, ids, out, k)
                     measured[layer].append(judged.reshape(len(MEASURES), heads, tokens))
                 if tokens == 1:
                     whole.add(stats)

@@ -59,16 +59,6 @@ class DenseRun:
     calls: tuple[Call, ...]
 
 
-@dataclass(frozen=True)
-class Attended:
-    """What a selector answered to a call: the ids `[Hkv, R, k]` that it chose (None for every token), and the
-    attention `[Hkv, R, D]` of the stored part.
-    """
-
-    ids: Tensor | None
-    out: Tensor
-
-
 class Watched(Budgeted):
     """Keeps the rows that a selector was asked for and what it chose."""
 
@@ -135,9 +125,12 @@ def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
     )
 
 
-def replay(prefix: StoredPrefix, calls: Iterable[Call]) -> Iterator[tuple[Call, Attended, StepStats]]:
+def replay(
+    prefix: StoredPrefix, calls: Iterable[Call]
+) -> Iterator[tuple[Call, Tensor | None, Tensor, StepStats]]:
     """Put calls to a selector through `StoredPrefix.attend`, as one conversation that begins here: every call
-    with its reply and what it cost.
+    with the ids `[Hkv, R, k]` that were chosen (None for every token), the attention `[Hkv, R, D]` of the
+    stored part, and what it cost.
     """
     prefix.selector.reset()
     watched = Watched(prefix.chosen)
@@ -147,7 +140,7 @@ def replay(prefix: StoredPrefix, calls: Iterable[Call]) -> Iterator[tuple[Call, 
         selections = [selected_ids(selection, rows, asked.length) for rows, selection in watched.seen]
         watched.seen.clear()
         out = state.out.reshape(prefix.selector.shape.kv_heads, -1, state.out.shape[-1])
-        yield call, Attended(_joined(selections), out), asked.take_stats()
+        yield call, _joined(selections), out, asked.take_stats()
 
 
 def selected_ids(selection: Selection | PageSelection, queries: Queries, n_tokens: int) -> Tensor | None:
@@ -167,16 +160,6 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     width = max(part.shape[2] for part in ids)
     padded = [torch.nn.functional.pad(part, (0, width - part.shape[2]), value=-1) for part in ids]
     return torch.cat(padded, dim=1)
-
-
-@dataclass(frozen=True)
-class LayerPass:
-    """One layer's queries in one forward pass, and the share `[H, T]` (float64, on the CPU) of the attention
-    of each that goes to the tail, that is, to the tokens behind the stored ones.
-    """
-
-    call: Call
-    tail_share: Tensor
 
 
 class AttentionDemand(StoredPrefix):
@@ -202,8 +185,11 @@ class AttentionDemand(StoredPrefix):
 
         return finished
 
-    def take(self, cache: PrefixCache) -> list[LayerPass]:
-        """What was asked since this was last called, in its order; `cache` is the conversation's."""
+    def take(self, cache: PrefixCache) -> list[tuple[Call, Tensor]]:
+        """The calls since this was last called, in their order, each with the share `[H, T]` (float64, on the
+        CPU) of its attention that goes to the tail, that is, to the tokens behind the stored ones; `cache` is
+        the conversation's.
+        """
         tails = {layer.index: layer.tail for layer in cache.tails}
         passes = []
         for call, stored in self.heard:
@@ -214,6 +200,6 @@ class AttentionDemand(StoredPrefix):
             keys = keys[:, :, :end]
             own = attend(call.query, keys, keys[..., :1], call.scaling, seen[None, None], call.softcap)
             share = torch.sigmoid(own.lse.double() - stored.to(own.lse.device).double())
-            passes.append(LayerPass(call, share[0].cpu()))
+            passes.append((call, share[0].cpu()))
         self.heard.clear()
         return passes

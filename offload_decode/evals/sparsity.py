@@ -25,13 +25,11 @@ from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import runs
-from offload_decode.evals.answering import Answering, AnswerPlace
+from offload_decode.evals.answering import Answering, AnswerPlace, Asking
 from offload_decode.evals.contender import DENSE, Contender
-from offload_decode.evals.haystack import Material
 from offload_decode.evals.recorded_queries import AttentionDemand, Call
 from offload_decode.evals.runs import Count, KeyT, Number, Record, Results, Text, grouped
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
-from offload_decode.evals.tasks.base import Question as Asking
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.store.reader import KVStore
 
@@ -98,23 +96,16 @@ class Sparsity(Answering):
     """`Answering`, with a record for each layer of what dense attention looked like."""
 
     def answers(
-        self,
-        place: AnswerPlace,
-        material: Material,
-        store: KVStore,
-        way: Contender,
-        questions: Sequence[tuple[int, Asking]],
-        control: bool,
+        self, place: AnswerPlace, store: KVStore, way: Contender, asking: Sequence[Asking], control: bool
     ) -> Iterator[Record]:
-        yield from super().answers(place, material, store, way, questions, control)
+        yield from super().answers(place, store, way, asking, control)
         if way.label != DENSE or control:
             return
         engine = Engine.open(store, self.loaded, selector=DENSE)
-        for number, question in questions:
+        for number, question, most in asking:
             begun = question.answer_prefix if self.plan.begins else ""
             about = {"record": SPARSITY, "question": number, "task": place.task.name, "length": place.length}
             about |= {"seed": place.seed, "stored_tokens": store.manifest.n_tokens}
-            most = place.task.most_tokens(question, material)
             for layer in listen(engine, question.text, most, begun):
                 yield from _layer_records(engine, layer, about)
 
@@ -128,10 +119,10 @@ def listen(engine: Engine, question: str, max_new_tokens: int, begun: str = "") 
     for _ in asked.generate(logits, max_new_tokens):
         pass
     found = []
-    for passes in grouped(prefix.take(asked.cache), lambda one: one.call.layer).values():
-        call = replace(passes[0].call, query=torch.cat([one.call.query for one in passes], dim=2))
-        share = 1 - torch.cat([one.tail_share for one in passes], dim=1)
-        found.append(LayerAttention(call, share, answers))
+    for passes in grouped(prefix.take(asked.cache), lambda one: one[0].layer).values():
+        calls, shares = zip(*passes, strict=True)
+        call = replace(calls[0], query=torch.cat([call.query for call in calls], dim=2))
+        found.append(LayerAttention(call, 1 - torch.cat(shares, dim=1), answers))
     return found
 
 

@@ -4,6 +4,7 @@ whether these mean anything.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -169,16 +170,14 @@ class Summary:
 def without_budget(way: str) -> str:
     """`quest:page_size=32` of `quest:budget=64,page_size=32`."""
     name, _, options = way.partition(":")
-    kept = [option for option in options.split(",") if option and not option.startswith("budget=")]
-    return f"{name}:{','.join(kept)}" if kept else name
+    others = ",".join(each for each in options.split(",") if each and not each.startswith("budget="))
+    return f"{name}:{others}" if others else name
 
 
 def budget_of(way: str) -> str | None:
     """`64` of `quest:budget=64,page_size=32`; None where a way names none."""
-    for option in way.partition(":")[2].split(","):
-        if option.startswith("budget="):
-            return option.removeprefix("budget=")
-    return None
+    found = re.search(r"(?:^|,)budget=([^,]*)", way.partition(":")[2])
+    return found and found[1]
 
 
 def summarize(results: Results) -> Summary:
@@ -215,9 +214,7 @@ def _cell(
     scores = {(asked.unit, asked.question): said.score for asked, said in answers}
     if len(scores) < len(answers):
         raise ConfigError(f"a question of task '{task}' has two answers by '{way}': the file was changed")
-    seeds: dict[int, list[float]] = defaultdict(list)
-    for asked, said in answers:
-        seeds[asked.seed].append(said.score)
+    seeds = grouped(answers, lambda pair: pair[0].seed)
     exact = [said.exact_match for _, said in answers if said.exact_match is not None]
     f1 = [said.f1 for _, said in answers if said.f1 is not None]
     ratio, trusted = None, dense is not None and way != DENSE and dense.score.mean >= TRUSTED
@@ -230,7 +227,7 @@ def _cell(
         scores=scores,
         score=wilson(list(scores.values())),
         ruler=wilson([said.ruler_score for _, said in answers]),
-        seeds={seed: fmean(seeds[seed]) for seed in sorted(seeds)},
+        seeds={seed: fmean(said.score for _, said in seeds[seed]) for seed in sorted(seeds)},
         guess=fmean(asked.guess for asked, _ in answers),
         luckiest=min(1.0, GUESSES * max(asked.guess for asked, _ in answers)),
         control=wilson(control) if control else None,

@@ -1,16 +1,19 @@
-"""Runs that nobody measured: answers are right with a given probability."""
+"""Runs that nobody measured: answers are right with a given probability, or wherever the store tells them."""
 
 from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from offload_decode.engine.engine import Engine
 from offload_decode.evals import runs
 from offload_decode.evals.runs import ANSWER, QUESTION, Asked, Header, Record, Said
+from offload_decode.evals.side_by_side import WayAnswer
 
 MADE_WITH = {
     "model": "made-up",
@@ -20,8 +23,6 @@ MADE_WITH = {
     "versions": {"python": "3.11.2", "offload-decode": "0.1.0", "torch": "2.13.0"},
 }
 WAYS = ("dense", "topk:budget=64", "topk:budget=256", "quest:budget=64,page_size=32", "streaming:budget=256")
-
-
 LAYERS = (2, 4)
 """Those that are searched."""
 
@@ -73,19 +74,10 @@ def write_run(
         for length, task, seed, i in places:
             unit = f"{task}/{length}/{seed}/{i}"
             rng = random.Random(f"{unit!a} {luck}")
-            question = Asked(
-                unit,
-                0,
-                task,
-                length,
-                seed,
-                rng.random() if task.startswith("niah") else None,
-                f"What is the number of {task}?",
-                [str(rng.randrange(10**6))],
-                guess,
-                length + 40,
-            )
-            lines.append(runs.record(QUESTION, question) | {"unit": unit})
+            depth = rng.random() if task.startswith("niah") else None
+            asked, expected = f"What is the number of {task}?", [str(rng.randrange(10**6))]
+            question = Asked(unit, 0, task, length, seed, depth, asked, expected, guess, length + 40)
+            lines.append(runs.record(QUESTION, question))
             hard, guessed = rng.random(), rng.random()
             for way in ways:
                 score = float(hard < chance(task, length, way))
@@ -160,3 +152,13 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
                 said.append(line | {"stored_share": [0.9] * heads, "entropy": entropy, "keys": keys})
             write(runs.unit_records(unit, said, 1.0))
     return path
+
+
+def looked_up(engine: Engine, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
+    """What a perfect reader answers, who has the store alone."""
+    text = engine.decode(engine.store.tokens.tolist())
+    key = re.search(r'for (.*)\?|key "(.*)"\?', question)
+    assert key is not None
+    found = re.search(rf'code for {key[1]} is (\d+)|"{key[2]}": "([^"]+)"', text)
+    said = (found[1] or found[2]) if found else "nothing"
+    return WayAnswer(question, way, said, 1.0, 2.0, 3.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from offload_decode.evals.runs import Results, Said, questions_and_answers, run
 from offload_decode.evals.side_by_side import WayAnswer, reply
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.job import Settings
+from tests.evals.made_up import looked_up
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(400)))
 FEW, ALL = Contender("topk", {"budget": "8"}), Contender("topk", {"budget": "100%"})
@@ -30,16 +30,6 @@ TASKS = ("plain-fact", "key-value")
 def evaluation(loaded: LoadedModel, plan: AnswerPlan = PLAN, keep: Path | None = None) -> Answering:
     stores = PrefilledStores(loaded, "text", Settings(), keep=keep)
     return Answering(plan, [tasks.get(name) for name in TASKS], loaded, WORDS, stores)
-
-
-def looked_up(engine: Engine, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
-    """What a perfect reader answers, who has the store alone."""
-    text = engine.decode(engine.store.tokens.tolist())
-    key = re.search(r'for (.*)\?|key "(.*)"\?', question)
-    assert key is not None
-    found = re.search(rf'code for {key[1]} is (\d+)|"{key[2]}": "([^"]+)"', text)
-    said = (found[1] or found[2]) if found else "nothing"
-    return WayAnswer(question, way, said, 1.0, 2.0, 3.0)
 
 
 @pytest.fixture(scope="module")

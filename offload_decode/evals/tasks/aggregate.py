@@ -76,12 +76,8 @@ def _filled(rng: random.Random, sentence: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A sentence of the text, and the one that stands in its place in the control."""
-
-    text: str
-    control: str
+Fact = tuple[str, str]
+"""A sentence of the text, and the one that stands in its place in the control."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,11 @@ class SpreadFacts(Task):
     def context(self, rng: random.Random, material: Material) -> Context:
         """The facts in runs at places drawn afresh, with filler between them."""
         sample = self.draw(random.Random(rng.getrandbits(64)), _SAMPLE).facts
-        cost = material.count("\n".join(fact.text for fact in sample)) / len(sample)
+        cost = material.count("\n".join(text for text, _ in sample)) / len(sample)
         drawn = self.draw(rng, max(self.fewest, int(self.share * material.tokens / cost)))
         runs = self._runs(rng, len(drawn.facts))
         depths = sorted(rng.random() for _ in runs)
-        facts = self._joined([fact.text for fact in drawn.facts], runs)
-        instead = self._joined([fact.control for fact in drawn.facts], runs)
+        facts, instead = (self._joined(sentences, runs) for sentences in zip(*drawn.facts, strict=True))
         taken = material.count("\n\n".join(facts))
         room = material.tokens - taken
         if room < 1:
@@ -146,7 +141,7 @@ class SpreadFacts(Task):
             written(instead, room - material.count("\n\n".join(instead)) + taken),
             drawn.questions,
             (None,) * len(drawn.needed),
-            tuple(material.count("\n".join(drawn.facts[i].text for i in which)) for which in drawn.needed),
+            tuple(material.count("\n".join(drawn.facts[i][0] for i in which)) for which in drawn.needed),
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
@@ -199,7 +194,7 @@ class CountMentions(SpreadFacts):
         for name in about:
             sentence = _filled(rng, rng.choice(_SAID["mentions"]))
             other = rng.choice(others) if name in persons else name
-            written.append(Fact(sentence.format(name=name), sentence.format(name=other)))
+            written.append((sentence.format(name=name), sentence.format(name=other)))
         choices = tuple(str(count) for count in range(low, high + 1))
         questions = [
             Question(
@@ -249,7 +244,7 @@ class JoinStory(SpreadFacts):
 
         def tell(who: str, what: str, target: str, control: str | None = None) -> None:
             text = rng.choice(_RELATED[what]).format(a=who, b=target)
-            told[who, what] = Fact(text, control or text)
+            told[who, what] = text, control or text
 
         for number, other in enumerate(spare):
             a, b, c = persons[3 * number : 3 * (number + 1)]
@@ -309,7 +304,7 @@ class EveryRecord(SpreadFacts):
             record, text = stated(kind)
             if kind == asked:
                 records.append(record)
-            written.append(Fact(text, stated(rng.choice(others))[1] if kind == asked else text))
+            written.append((text, stated(rng.choice(others))[1] if kind == asked else text))
         keys = "{}, {} and {}".format(*(f'"{key}"' for key in _FIELDS[asked]))
         text = rng.choice(_ASKED["records"]).format(kind=asked, keys=keys) + " Write nothing else."
         needed = tuple(i for i, kind in enumerate(kinds) if kind == asked)
@@ -378,7 +373,7 @@ class TallyLines(SpreadFacts):
         written: list[Fact] = []
         for kind in listed:
             text = letter(kind)
-            written.append(Fact(text, letter(rng.choice(kinds[1:])) if kind == kinds[0] else text))
+            written.append((text, letter(rng.choice(kinds[1:])) if kind == kinds[0] else text))
         named = rng.sample(kinds, len(kinds))
         asked = rng.choice(_ASKED["kind"]).format(kinds=", ".join(named[:-1]) + f" or {named[-1]}")
         question = Question(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))

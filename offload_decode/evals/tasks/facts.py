@@ -14,8 +14,7 @@ from typing import ClassVar
 from offload_decode.common.errors import ConfigError
 from offload_decode.evals.haystack import Material
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Question, Task, most_common
-from offload_decode.evals.tasks.ruler import noise
+from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Question, Task, most_common, noise
 
 _FIRST_NAMES = (
     "Bruno Clara Dmitri Esther Felix Hugo Irene Jonas Katya Leo Maria Nadia Omar Pablo Rachel Stefan"

@@ -7,74 +7,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 from math import pi
 from string import ascii_uppercase
 from typing import ClassVar, Literal
 
 from offload_decode.evals.haystack import Material
-from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import (
-    Context,
-    Episode,
-    HiddenFacts,
-    Question,
-    Task,
-    most_common,
-    too_short,
-)
-
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
-_CLOSE = 0.002  # of the tokens: a text that much too short is long enough
-_MOST_TRIES = 8
-_LEAST_RATE = 0.1  # tokens of a piece, whatever was measured
-
-
-def noise(sentences: int) -> str:
-    """The five sentences of RULER over and over, five to a line."""
-    drawn = list(islice(cycle(NOISE), sentences))
-    return "\n".join(" ".join(drawn[at : at + len(NOISE)]) for at in range(0, sentences, len(NOISE)))
-
-
-def fitting(material: Material, tokens: int, write: Callable[[int], str], least: int = 0) -> int:
-    """The number of pieces of which `write` makes a text of at most so many tokens, and hardly fewer.
-
-    The text is written and counted whole a few times. Returns less than `least` where even so few are too
-    many.
-    """
-    before, pieces = (least, material.count(write(least))), least + 16
-    best = least if before[1] <= tokens else least - 1
-    tried = {least}
-    for _ in range(_MOST_TRIES):
-        size = material.count(write(pieces))
-        tried.add(pieces)
-        if size <= tokens:
-            best = max(best, pieces)
-        if 0 <= tokens - size <= _CLOSE * tokens:
-            break
-        rate = max((size - before[1]) / (pieces - before[0]), _LEAST_RATE)
-        before, pieces = (pieces, size), max(least, pieces + int((tokens - size) // rate))
-        if pieces in tried:
-            break
-    return best
-
-
-def between_lines(text: str, facts: Sequence[str], depths: Sequence[float], after: str = "\n") -> str:
-    """Every fact before the line that is at its depth, with `after` behind it."""
-    lines = text.split("\n")
-    at = [round(depth * len(lines)) for depth in depths]
-    parts: list[str] = []
-    for number, line in enumerate([*lines, ""]):
-        here = [fact for fact, place in zip(facts, at, strict=True) if place == number]
-        parts.append("".join(fact + after for fact in here) + line)
-    return "\n".join(parts).removesuffix("\n")
-
+from offload_decode.evals.tasks import base, words
+from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Question, Task
 
 FACT = "One of the special magic numbers for {key} is: {value}."
 ASK = "What is the special magic number for {key} mentioned in the provided text?"
@@ -132,10 +72,10 @@ class NeedleInNoise(Needle):
     name: ClassVar[str] = "niah_single_1"
 
     def haystack(self, material: Material, tokens: int) -> str:
-        return noise(fitting(material, tokens, noise))
+        return base.noise(base.fitting(material, tokens, base.noise))
 
     def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-        return between_lines(haystack, facts, depths)
+        return base.between_lines(haystack, facts, depths)
 
 
 class UuidNeedle(Needle):
@@ -220,9 +160,9 @@ class NeedleAmongNeedles(Task):
             needles = "\n".join(_hidden(*pair, self.kind)[0] for pair in pairs)
             return _INSTRUCTION.replace("number", self.kind) + needles
 
-        count = fitting(material, material.tokens, lambda count: write(more(count)), least=self.asked)
+        count = base.fitting(material, material.tokens, lambda count: write(more(count)), least=self.asked)
         if count < self.asked:
-            raise too_short(self, material.tokens)
+            raise base.too_short(self, material.tokens)
         pairs, others = more(count), more(count + self.asked)[count:]
         at = rng.sample(range(count), self.asked)
         control = list(pairs)
@@ -288,10 +228,10 @@ class VariableTracking(HiddenFacts):
         return [depth for at in range(0, len(depths), links) for depth in sorted(depths[at : at + links])]
 
     def haystack(self, material: Material, tokens: int) -> str:
-        return noise(fitting(material, tokens, noise))
+        return base.noise(base.fitting(material, tokens, base.noise))
 
     def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-        return between_lines(haystack, facts, depths, after=" ")
+        return base.between_lines(haystack, facts, depths, after=" ")
 
 
 _SPARE = 60  # words from which the control's are taken
@@ -349,10 +289,10 @@ class CommonWords(Task):
                 + " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
             )
 
-        count = fitting(material, material.tokens, write, least=1)
+        count = base.fitting(material, material.tokens, write, least=1)
         if count < 1:
-            raise too_short(self, material.tokens)
-        return Context(write(count), write(count, instead), (most_common(common),), (None,))
+            raise base.too_short(self, material.tokens)
+        return Context(write(count), write(count, instead), (base.most_common(common),), (None,))
 
     def guess(self, rng: random.Random, question: Question) -> str:
         return ", ".join(islice(words.vocabulary(rng), self.common))
@@ -395,10 +335,10 @@ class FrequentWords(Task):
                 "three most frequently appeared coded words. " + " ".join(listed)
             )
 
-        total = fitting(material, material.tokens, write, least=1)
+        total = base.fitting(material, material.tokens, write, least=1)
         counts = self.counts(total, kinds)
         if counts[self.asked] == counts[self.asked + 1]:  # nobody could say which it was
-            raise too_short(self, material.tokens)
+            raise base.too_short(self, material.tokens)
         asked = "three most frequently appeared words"
         question = Question(
             "Question: Do not provide any explanation. Please ignore the dots '....'. "
