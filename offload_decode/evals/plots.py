@@ -252,9 +252,7 @@ _FIDELITY: tuple[tuple[str, Callable[[Entry], float], bool], ...] = (
 
 
 def save_fidelity(report: FidelityReport, path: Path) -> None:
-    """Draw error, mass, recall and KL against the budget: one line a selector, controls dashed and grey.
-    Replaces `path`.
-    """
+    """Draw error, mass, recall and KL by budget: a line a selector, controls dashed grey. Replaces `path`."""
     given = report.configuration
     title = f"{Path(given['model']).name}, {given['stored_tokens']:,} stored tokens"
     foot = (

@@ -75,11 +75,6 @@ class Results:
     finished: frozenset[str]
     size: int
 
-    @property
-    def complete(self) -> bool:
-        """Whether every unit is finished."""
-        return len(self.finished) >= self.header.units
-
     def of(self, kind: str) -> list[Record]:
         """The records of a kind, in their order."""
         return [record for record in self.records if record["record"] == kind]

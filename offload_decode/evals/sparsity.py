@@ -272,9 +272,7 @@ def questions(results: Results) -> list[Question]:
 
 
 def predictions(found: Sequence[Question]) -> list[Prediction]:
-    """Of every predictor, the baseline last: over questions, and over tasks at each length (means of their
-    questions).
-    """
+    """Of each predictor, the baseline last: over questions, and over their means by task and length."""
     known = [one for one in found if one.needed is not None]
     by_task = grouped(known, lambda one: (one.asked.task, one.asked.length))
     tasks_named = "tasks by length" if len({length for _, length in by_task}) > 1 else "tasks"

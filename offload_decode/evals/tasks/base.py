@@ -198,9 +198,7 @@ class HiddenFacts(Task):
         return self.sample(rng).questions[0].response
 
     def context(self, rng: random.Random, material: Material) -> Context:
-        """The facts at places drawn afresh, in a haystack that leaves room for them; the control has more
-        of the haystack instead.
-        """
+        """The facts at places drawn afresh in a haystack with room for them, and the haystack alone."""
         episode = self.sample(rng)
         whole = material.tokens - material.count(self.instruction)
         room = whole - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
@@ -224,17 +222,17 @@ class HiddenFacts(Task):
         """The facts in a haystack, each near its depth."""
         return insert(haystack, facts, depths)
 
-    def hide(self, rng: random.Random, filler: str, depth: float | None = None) -> tuple[str, Question]:
+    def hide(self, rng: random.Random, filler: str, depth: float) -> tuple[str, Question]:
         """Filler, used whole, with the facts at sentence boundaries, and the first question about them.
 
-        depth in [0, 1] is the place of the first fact, 0 the start and 1 the end of the text (other facts
-        are spread at random); None draws it.
+        depth in [0, 1] is the place of the first fact, 0 the start and 1 the end of the text; other facts
+        are spread at random.
         """
-        if depth is not None and not 0 <= depth <= 1:
+        if not 0 <= depth <= 1:
             raise ValueError(f"depth is a share of the text, from 0 to 1, not {depth}.")
         episode = self.sample(rng)
-        depths = [rng.random() if depth is None else depth, *(rng.random() for _ in episode.facts[1:])]
-        return self.placed(filler, episode.facts, self.ordered(depths)), episode.questions[0]
+        depths = self.ordered([depth, *(rng.random() for _ in episode.facts[1:])])
+        return self.placed(filler, episode.facts, depths), episode.questions[0]
 
     def ordered(self, depths: list[float]) -> list[float]:
         """The depths as the task wants them; tasks whose facts must come in order sort them."""
