@@ -13,7 +13,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack, Material
-from offload_decode.evals.runs import ANSWER, GUESSES, QUESTION, Asked, Record, Said, Stores, Unit, record
+from offload_decode.evals.runs import GUESSES, AnswerRecord, QuestionRecord, Record, Stores, Unit, record
 from offload_decode.evals.side_by_side import reply
 from offload_decode.evals.tasks.base import Context, Question, Task
 from offload_decode.models.loading import LoadedModel
@@ -122,7 +122,7 @@ class Answering:
         with self.stores(drawn.text, report) as store:
             for number, question in enumerate(drawn.questions[: place.asked]):
                 asking.append((number, question, task.most_tokens(question, material)))
-                asked = Asked(
+                asked = QuestionRecord(
                     unit=place.key,
                     question=number,
                     task=task.name,
@@ -134,7 +134,7 @@ class Answering:
                     guess=fmean(task.score(question, task.guess(rng, question)) for _ in range(GUESSES)),
                     stored_tokens=store.manifest.n_tokens,
                 )
-                records.append(record(QUESTION, asked))
+                records.append(record(asked))
             for way in self.ways:
                 records += self.answers(place, store, way, asking, control=False)
         if place.controlled:
@@ -158,7 +158,7 @@ class Answering:
             begun = question.answer_prefix if self.plan.begins else ""
             answer = reply(engine, way.label, question.text, most, begun)
             exact, f1 = task.squad_scores(question, answer.text) or (None, None)
-            said = Said(
+            said = AnswerRecord(
                 unit=place.key,
                 question=number,
                 way=way.label,
@@ -172,4 +172,4 @@ class Answering:
                 exact_match=exact,
                 f1=f1,
             )
-            yield record(ANSWER, said)
+            yield record(said)

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.evals import stats
-from offload_decode.evals.runs import QUESTION, Asked, Results, flat, grouped
+from offload_decode.evals.runs import QUESTION, QuestionRecord, Results, flat, grouped
 from offload_decode.evals.stats import CONFIDENCE, Share, wilson
 from offload_decode.evals.summary import Cell, Summary, summarize
 
@@ -162,7 +162,7 @@ def _texts(results: Results) -> dict[tuple[str, int], tuple[object, ...]]:
     around = results.header.configuration.get("text_sha256")
     return {
         (it.unit, it.question): (it.asked, tuple(it.expected), it.depth, it.stored_tokens, around)
-        for it in results.typed(QUESTION, Asked)
+        for it in results.typed(QUESTION, QuestionRecord)
     }
 
 

@@ -241,7 +241,7 @@ def now() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionRecord:
     """A question: its unit and number in it, where what it asks for stands, and what chance comes to."""
 
     unit: Text
@@ -257,7 +257,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnswerRecord:
     """An answer: which way, to the text or to its control, its scores and costs.
 
     `ruler_score` is RULER's string match; `exact_match` and `f1` are SQuAD's, None without a short answer.
@@ -277,9 +277,9 @@ class Said:
     f1: Part | None = None
 
 
-def record(kind: str, of: Asked | Said) -> Record:
+def record(of: QuestionRecord | AnswerRecord) -> Record:
     """As it is written."""
-    return {"record": kind, **asdict(of)}
+    return {"record": QUESTION if isinstance(of, QuestionRecord) else ANSWER, **asdict(of)}
 
 
 def grouped(each: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, list[ItemT]]:
@@ -301,10 +301,10 @@ def flat(
             yield (*names, name), value
 
 
-def questions_and_answers(results: Results) -> Iterator[tuple[Asked, list[Said]]]:
+def questions_and_answers(results: Results) -> Iterator[tuple[QuestionRecord, list[AnswerRecord]]]:
     """Every question with all answers to it. Raises `ConfigError` for records that do not fit together."""
-    answers = grouped(results.typed(ANSWER, Said), lambda said: (said.unit, said.question))
-    for asked in results.typed(QUESTION, Asked):
+    answers = grouped(results.typed(ANSWER, AnswerRecord), lambda said: (said.unit, said.question))
+    for asked in results.typed(QUESTION, QuestionRecord):
         yield asked, answers.pop((asked.unit, asked.question), [])
     if answers:
         unit, number = next(iter(answers))

@@ -208,7 +208,7 @@ class Question:
     number of tokens does as well.
     """
 
-    asked: runs.Asked
+    asked: runs.QuestionRecord
     dense: float
     needed: int | None
     beyond: bool
@@ -313,7 +313,7 @@ def _questions(number: int) -> str:
     return f"{number:,} question{'' if number == 1 else 's'}"
 
 
-def _needed(dense: float, answers: Iterable[runs.Said], stored: int) -> tuple[int | None, bool]:
+def _needed(dense: float, answers: Iterable[runs.AnswerRecord], stored: int) -> tuple[int | None, bool]:
     if dense == 0:
         return None, False
     tried = [said for said in answers if said.way.startswith(_WAY) and not said.control]

@@ -13,8 +13,9 @@ from itertools import product, takewhile
 from statistics import fmean, median
 
 from offload_decode.common.errors import ConfigError
+from offload_decode.evals import runs
 from offload_decode.evals.contender import DENSE, label
-from offload_decode.evals.runs import GUESSES, Asked, Results, Said, grouped, questions_and_answers
+from offload_decode.evals.runs import GUESSES, AnswerRecord, QuestionRecord, Results, grouped
 from offload_decode.evals.stats import CONFIDENCE, Share, exceeding, larger, mean_of, wilson, wilson_of
 
 TRUSTED = 0.9
@@ -182,9 +183,9 @@ def budget_of(way: str) -> str | None:
 
 def summarize(results: Results) -> Summary:
     """Of a run that asks questions. Raises `ConfigError` where it has no answers, or records do not fit."""
-    answers: dict[tuple[str, int, str], list[tuple[Asked, Said]]] = defaultdict(list)
+    answers: dict[tuple[str, int, str], list[tuple[QuestionRecord, AnswerRecord]]] = defaultdict(list)
     controls: dict[Place, list[float]] = defaultdict(list)
-    for asked, all_said in questions_and_answers(results):
+    for asked, all_said in runs.questions_and_answers(results):
         for said in all_said:
             if said.control:
                 controls[asked.task, asked.length].append(said.score)
@@ -207,7 +208,7 @@ def _cell(
     task: str,
     length: int,
     way: str,
-    answers: Sequence[tuple[Asked, Said]],
+    answers: Sequence[tuple[QuestionRecord, AnswerRecord]],
     control: Sequence[float] | None,
     dense: Cell | None,
 ) -> Cell:

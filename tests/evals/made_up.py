@@ -12,7 +12,7 @@ from typing import Any
 
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import runs
-from offload_decode.evals.runs import ANSWER, QUESTION, Asked, Header, Record, Said
+from offload_decode.evals.runs import AnswerRecord, Header, QuestionRecord, Record
 from offload_decode.evals.side_by_side import WayAnswer
 
 MADE_WITH = {
@@ -76,19 +76,18 @@ def write_run(
             rng = random.Random(f"{unit!a} {luck}")
             depth = rng.random() if task.startswith("niah") else None
             asked, expected = f"What is the number of {task}?", [str(rng.randrange(10**6))]
-            question = Asked(unit, 0, task, length, seed, depth, asked, expected, guess, length + 40)
-            lines.append(runs.record(QUESTION, question))
+            question = QuestionRecord(unit, 0, task, length, seed, depth, asked, expected, guess, length + 40)
+            lines.append(runs.record(question))
             hard, guessed = rng.random(), rng.random()
             for way in ways:
                 score = float(hard < chance(task, length, way))
                 tokens = way_budget(way, length)
-                seconds = 0.01 + tokens / 1e6
-                answer = Said(unit, 0, way, False, said, score, score, tokens, 100.0 * tokens, seconds)
-                lines.append(runs.record(ANSWER, answer))
+                costs = tokens, 100.0 * tokens, 0.01 + tokens / 1e6
+                lines.append(runs.record(AnswerRecord(unit, 0, way, False, said, score, score, *costs)))
             if control is not None and i % 4 == 0:
                 score = float(guessed < control)
-                answer = Said(unit, 0, ways[0], True, said, score, score, length, 1.0, 0.1)
-                lines.append(runs.record(ANSWER, answer))
+                costs = length, 1.0, 0.1
+                lines.append(runs.record(AnswerRecord(unit, 0, ways[0], True, said, score, score, *costs)))
             lines.append({"record": "unit", "unit": unit, "seconds": 1.0, "finished": runs.now()})
         write(lines)
     return path
@@ -132,14 +131,13 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
     with runs.opened(path, header) as (write, _):
         for task, i in product(("niah_single_1", "cwe"), range(10)):
             unit = f"{task}/2048/0/{i}"
-            asked = Asked(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
-            said: list[Record] = [runs.record(QUESTION, asked)]
+            asked = QuestionRecord(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
+            said: list[Record] = [runs.record(asked)]
             for way in ("dense", "topk:budget=16", "topk:budget=64"):
-                score = float(
-                    way == "dense" or rng.random() < budget(way, 2048) / (budget(way, 2048) + steep)
-                )
-                answer = Said(unit, 0, way, False, "that", score, score, budget(way, 2048), 10.0, 0.01)
-                said.append(runs.record(ANSWER, answer))
+                tokens = budget(way, 2048)
+                score = float(way == "dense" or rng.random() < tokens / (tokens + steep))
+                answer = AnswerRecord(unit, 0, way, False, "that", score, score, tokens, 10.0, 0.01)
+                said.append(runs.record(answer))
             for layer in LAYERS:
                 width = [1 + rng.random() * 4 ** (layer + (task == "cwe")) for _ in range(heads)]
                 keys = {

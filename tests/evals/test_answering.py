@@ -15,7 +15,7 @@ from offload_decode.evals import answering, tasks
 from offload_decode.evals.answering import Answering, AnswerPlan
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.runs import Results, Said, questions_and_answers, run
+from offload_decode.evals.runs import AnswerRecord, Results, questions_and_answers, run
 from offload_decode.evals.side_by_side import WayAnswer, reply
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.job import Settings
@@ -44,7 +44,7 @@ def read(loaded: LoadedModel, kept: Path) -> Results:
         return run(evaluation(loaded, keep=kept), loaded, kept / "run.jsonl")
 
 
-def answers(results: Results, **those: Any) -> list[Said]:
+def answers(results: Results, **those: Any) -> list[AnswerRecord]:
     every = [said for _, found in questions_and_answers(results) for said in found]
     return [said for said in every if all(getattr(said, name) == value for name, value in those.items())]
 

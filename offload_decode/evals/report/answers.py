@@ -14,13 +14,13 @@ from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.plots import Line, Point
 from offload_decode.evals.report import blocks as show
 from offload_decode.evals.report.blocks import Block, Part, Value, count, table
-from offload_decode.evals.runs import Asked, Said, grouped
+from offload_decode.evals.runs import AnswerRecord, QuestionRecord, grouped
 from offload_decode.evals.summary import Cell, Summary, budget_of, percent
 
 _COLUMNS = 6  # tasks side by side: as many as a sheet of paper is wide
 _DEPTHS = 5  # parts of a text
 _EXAMPLES = 3  # wrong answers of a task
-Answers = Sequence[tuple[Asked, list[Said]]]
+Answers = Sequence[tuple[QuestionRecord, list[AnswerRecord]]]
 
 
 def headline(summary: Summary) -> list[Block]:
@@ -236,7 +236,7 @@ def _wrong(answers: Answers) -> list[Block]:
     return ["Drawn at random.", {"kind": "examples", "tasks": tasks}] if tasks else []
 
 
-def _example(asked: Asked, said: Said) -> Block:
+def _example(asked: QuestionRecord, said: AnswerRecord) -> Block:
     texts = {"asked": asked.asked, "expected": ", ".join(asked.expected), f"{said.way} said": said.said}
     depth = "" if asked.depth is None else f", at {100 * asked.depth:.0f} % of the text"
     scores = f"score {said.score:.2g}, string match {said.ruler_score:.2g}"
