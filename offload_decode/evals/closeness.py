@@ -168,7 +168,7 @@ class HeadFidelity(Closeness):
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity(Closeness):
-    """Over `rows` query rows, of all searched layers and heads; `worst` has the largest mean error."""
+    """Over `rows` query rows of all searched layers and query heads; `worst` has the largest mean error."""
 
     rows: int
     worst: HeadFidelity

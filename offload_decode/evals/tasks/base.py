@@ -198,9 +198,9 @@ class HiddenFacts(Task):
         return self.sample(rng).questions[0].response
 
     def context(self, rng: random.Random, material: Material) -> Context:
-        """The facts at places drawn afresh in a haystack with room for them, and the haystack alone."""
+        """The facts at places drawn afresh in a haystack with room for them; as control, haystack alone."""
         episode = self.sample(rng)
-        whole = material.tokens - material.count(self.instruction)
+        whole = material.tokens - (material.count(self.instruction) if self.instruction else 0)
         room = whole - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
         if room < 1:
             raise too_short(self, material.tokens)
