@@ -15,7 +15,7 @@ from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.evals import fidelity
+from offload_decode.evals import fidelity, plots
 from offload_decode.evals.closeness import MEASURES, Exact, summarize
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.fidelity import FidelityPlan, FidelityReport, Source, forced, measure
@@ -330,17 +330,10 @@ def test_one_that_fails_leaves_the_others(
 
 
 def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    from offload_decode.evals.plots import save_fidelity
-
-    drawn = []
-    original = figure.Figure.savefig
-    monkeypatch.setattr(
-        figure.Figure,
-        "savefig",
-        lambda self, *given, **named: (drawn.append(self), original(self, *given, **named))[1],
-    )
-    save_fidelity(report, tmp_path / "fidelity.png")
+    pytest.importorskip("matplotlib.figure")
+    drawn, saved = [], plots._saved
+    monkeypatch.setattr(plots, "_saved", lambda each, **how: drawn.append(each) or saved(each, **how))
+    plots.save_fidelity(report, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").read_bytes().startswith(b"\x89PNG")
     (legend,) = drawn[0].legends
     assert [text.get_text() for text in legend.get_texts()] == ["oracle", "topk", "random", "streaming"]

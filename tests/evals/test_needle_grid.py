@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,9 @@ def test_labels() -> None:
 
 def _grid(dense: list[float], text: str = "t") -> NeedleGrid:
     plan = GridPlan((1024, 2048), (0.0, 1.0), "topk", {"budget": "64"}, trials=2)
-    places = [
-        (length, depth, trial) for length in plan.lengths for depth in plan.depths for trial in range(2)
-    ]
     cells = tuple(
         Cell(*place, 9, "q", "1", ScoredText("", score), ScoredText("", 1.0), ScoredText("", 0.0))
-        for place, score in zip(places, dense, strict=True)
+        for place, score in zip(product(plan.lengths, plan.depths, range(2)), dense, strict=True)
     )
     return NeedleGrid(plan, {"model": "some/model", "text": text}, cells)
 
