@@ -67,7 +67,7 @@ def test_the_worst_task_comes_before_the_mean(tmp_path: Path) -> None:
 
 
 def test_a_ratio_to_dense_stands_only_where_dense_is_right(tmp_path: Path) -> None:
-    found = summary(
+    found = summary_of(
         tmp_path, lambda task, length, way: 0.5 if task == "vt" else 1.0 if way == "dense" else 0.8
     )
     for cell in found.cells:
@@ -82,7 +82,7 @@ def test_a_ratio_to_dense_stands_only_where_dense_is_right(tmp_path: Path) -> No
 def test_the_budget_from_which_on_a_task_is_answered_as_densely(tmp_path: Path) -> None:
     shares = {"dense": 1.0, "topk:budget=64": 1.0, "topk:budget=128": 0.5, "topk:budget=256": 1.0}
     shares |= {"topk:budget=512": 1.0, "quest:budget=64": 0.1, "quest:budget=128": 0.2, "h2o:budget=9": 1.0}
-    found = summary(
+    found = summary_of(
         tmp_path, lambda _, __, way: shares[way], ways=tuple(shares), tasks=["vt"], lengths=[2048]
     )
     ((_, reached),) = found.reaching().items()
