@@ -114,7 +114,7 @@ def _rows(grid: NeedleGrid) -> list[list[str]]:
 
 def _notes(grid: NeedleGrid, out: Path, quiet: bool) -> None:
     from offload_decode.evals.contender import label
-    from offload_decode.evals.verdict import of_needles
+    from offload_decode.evals.summary import of_needles
 
     ways = [[getattr(cell, panel).score for cell in grid.cells] for panel in ("dense", "selected", "control")]
     for sentence in of_needles(ways[:2], ways[2]):

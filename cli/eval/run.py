@@ -240,8 +240,7 @@ def rehearse(
 
 def show(results: Results, as_json: bool, quiet: bool, told: Callable[[Results], str] | None = None) -> None:
     """What is `told` of a run, its table and what it comes to, or all of it as JSON; then where it is."""
-    from offload_decode.evals.summary import rows, summarize
-    from offload_decode.evals.verdict import verdict
+    from offload_decode.evals.summary import rows, summarize, verdict
 
     if as_json:
         output.answer_json({**asdict(results.header), "records": results.records})

@@ -13,13 +13,15 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack, Material
-from offload_decode.evals.runs import ANSWER, GUESSES, QUESTION, Asked, Record, Said, Stores, Unit, record
+from offload_decode.evals.runs import GUESSES, AnswerRecord, QuestionRecord, Record, Stores, Unit, record
 from offload_decode.evals.side_by_side import reply
 from offload_decode.evals.tasks.base import Context, Question, Task
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
 
 CONTROL_EVERY = 4  # contexts: a control costs a prefill of its own
+Asking = tuple[int, Question, int]
+"""A question with its number in the text, and how many tokens an answer may take."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,12 @@ class Answering:
         """Every question of one text, by every way; every so often also to the control, densely."""
         place = self._places[unit.key]
         drawn, material, rng = self._drawn(place)
-        task, questions = place.task, list(enumerate(drawn.questions[: place.asked]))
+        task, asking = place.task, list[Asking]()
         records: list[Record] = []
         with self.stores(drawn.text, report) as store:
-            for number, question in questions:
-                asked = Asked(
+            for number, question in enumerate(drawn.questions[: place.asked]):
+                asking.append((number, question, task.most_tokens(question, material)))
+                asked = QuestionRecord(
                     unit=place.key,
                     question=number,
                     task=task.name,
@@ -131,12 +134,12 @@ class Answering:
                     guess=fmean(task.score(question, task.guess(rng, question)) for _ in range(GUESSES)),
                     stored_tokens=store.manifest.n_tokens,
                 )
-                records.append(record(QUESTION, asked))
+                records.append(record(asked))
             for way in self.ways:
-                records += self.answers(place, material, store, way, questions, control=False)
+                records += self.answers(place, store, way, asking, control=False)
         if place.controlled:
             with self.stores(drawn.control, lambda done: report(place.length + done)) as store:
-                records += self.answers(place, material, store, self.ways[0], questions, control=True)
+                records += self.answers(place, store, self.ways[0], asking, control=True)
         return records
 
     def _drawn(self, place: AnswerPlace) -> tuple[Context, Material, random.Random]:
@@ -146,23 +149,16 @@ class Answering:
         return place.task.context(rng, material), material, rng
 
     def answers(
-        self,
-        place: AnswerPlace,
-        material: Material,
-        store: KVStore,
-        way: Contender,
-        questions: Sequence[tuple[int, Question]],
-        control: bool,
+        self, place: AnswerPlace, store: KVStore, way: Contender, asking: Sequence[Asking], control: bool
     ) -> Iterator[Record]:
         """The records of all answers of one way to a text's questions."""
         engine = Engine.open(store, self.loaded, selector=way.selector, options=way.options)
         task = place.task
-        for number, question in questions:
+        for number, question, most in asking:
             begun = question.answer_prefix if self.plan.begins else ""
-            most = task.most_tokens(question, material)
             answer = reply(engine, way.label, question.text, most, begun)
             exact, f1 = task.squad_scores(question, answer.text) or (None, None)
-            said = Said(
+            said = AnswerRecord(
                 unit=place.key,
                 question=number,
                 way=way.label,
@@ -176,4 +172,4 @@ class Answering:
                 exact_match=exact,
                 f1=f1,
             )
-            yield record(ANSWER, said)
+            yield record(said)

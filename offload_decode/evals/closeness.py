@@ -168,9 +168,7 @@ class HeadFidelity(Closeness):
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity(Closeness):
-    """Over `rows` query rows: those of every searched layer and query head. `worst` has the largest mean
-    error.
-    """
+    """Over `rows` query rows of all searched layers and query heads; `worst` has the largest mean error."""
 
     rows: int
     worst: HeadFidelity

@@ -10,9 +10,9 @@ from typing import Any
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.evals import stats
-from offload_decode.evals.runs import QUESTION, Asked, Results, flat, grouped
+from offload_decode.evals.runs import QUESTION, QuestionRecord, Results, flat, grouped
 from offload_decode.evals.stats import CONFIDENCE, Share, wilson
-from offload_decode.evals.summary import Cell, summarize
+from offload_decode.evals.summary import Cell, Summary, summarize
 
 Key = tuple[str, int]
 """A text (its unit) and the number of a question."""
@@ -86,24 +86,21 @@ def compare(first: Results, second: Results) -> Comparison:
         old, new = ([cell.scores[key] for key in shared or cell.scores] for cell in (one, other))
         before_after = one.score.mean, other.score.mean, *_tested(old, new, shared)
         changes.append(Change(one.task, 1, one.length, one.way, *before_after))
-    only = [
-        tuple(
-            f"{task}, {length:,} tokens, {way}"
-            for task, length, way in own.by_place
-            if (task, length, way) not in other.by_place
-        )
-        for own, other in ((before, after), (after, before))
-    ]
     differs = dict(_differences(first, second))
     same_machine = not any(name.split(".")[0] in _MACHINE for name in differs)
     return Comparison(
         tuple(_corrected(_means(cells))),
         tuple(sorted(_corrected(changes), key=lambda change: (change.p, -abs(change.change.mean)))),
-        (only[0], only[1]),
+        (_only(before, after), _only(after, before)),
         differs,
         _ratio([(one.bytes_moved, other.bytes_moved) for one, other, _ in cells]),
         _ratio([(one.seconds, other.seconds) for one, other, _ in cells]) if same_machine else None,
     )
+
+
+def _only(one: Summary, other: Summary) -> tuple[str, ...]:
+    places = [place for place in one.by_place if place not in other.by_place]
+    return tuple(f"{task}, {length:,} tokens, {way}" for task, length, way in places)
 
 
 def sentence(comparison: Comparison) -> str:
@@ -165,7 +162,7 @@ def _texts(results: Results) -> dict[tuple[str, int], tuple[object, ...]]:
     around = results.header.configuration.get("text_sha256")
     return {
         (it.unit, it.question): (it.asked, tuple(it.expected), it.depth, it.stored_tokens, around)
-        for it in results.typed(QUESTION, Asked)
+        for it in results.typed(QUESTION, QuestionRecord)
     }
 
 

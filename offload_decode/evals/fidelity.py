@@ -21,17 +21,9 @@ from offload_decode.common.errors import ConfigError, OffloadDecodeError
 from offload_decode.config import parse_options
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
+from offload_decode.evals import recorded_queries as recorded
 from offload_decode.evals.closeness import MEASURES, Exact, Fidelity, summarize
 from offload_decode.evals.contender import DENSE, Contender
-from offload_decode.evals.recorded_queries import (
-    SAMPLE_SHARE,
-    Call,
-    DenseRun,
-    replay,
-    run_dense,
-    sampled_calls,
-    sampled_tokens,
-)
 from offload_decode.evals.runs import grouped, now
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
@@ -52,7 +44,7 @@ class Agreement:
     top1: float
 
 
-def forced(engine: Engine, run: DenseRun, progress: Callable[[], None]) -> Tensor:
+def forced(engine: Engine, run: recorded.DenseRun, progress: Callable[[], None]) -> Tensor:
     """Logits `[n, V]` of an engine that is given a dense run's tokens one by one, whatever it would say."""
     logits = [engine.ask(run.question)]
     progress()
@@ -162,19 +154,18 @@ def measure(
         for budget in ((EVERYTHING,) if contender.selector == DENSE else plan.budgets)
     ]
     asked = plan.tokens * len(plan.questions)
-    total = asked + len(jobs) * (2 * asked + len(sampled_tokens(store)))
+    total = asked + len(jobs) * (2 * asked + len(recorded.sampled_tokens(store)))
     counted = itertools.count(1)
 
     def step() -> None:
         progress(next(counted), total)
 
-    runs = [run_dense(loaded, store, question, plan.tokens, step) for question in plan.questions]
+    runs = [recorded.run_dense(loaded, store, question, plan.tokens, step) for question in plan.questions]
     ks = {k for per_layer in budgets.values() for k in per_layer.values() if k is not None}
     live = Source(host, [run.calls for run in runs], ks)
-    stored = Source(host, [sampled_calls(host, runs[0].calls)], ks)
+    stored = Source(host, [recorded.sampled_calls(host, runs[0].calls)], ks)
 
-    entries: dict[tuple[str, str], Entry] = {}
-    failures = []
+    entries, failures = [], []
     for contender, budget in jobs:
         per_layer = budgets[DENSE if contender.selector == DENSE else budget]
         amounts = [k for k in per_layer.values() if k is not None]
@@ -189,20 +180,21 @@ def measure(
         except FAILURES as error:
             failures.append(Failure(contender.label, budget, " ".join(str(error).split())))
             continue
-        entries[contender.label, budget] = Entry(
-            label=contender.label,
-            selector=contender.selector,
-            options=dict(contender.options),
-            budget=budget,
-            budget_tokens=sum(amounts) / len(amounts),
-            attended=searched.selected / searched.rows,
-            bytes_moved=whole.bytes_moved / sum(len(run.tokens) - 1 for run in runs),
-            stored=sampled,
-            live=decoded,
-            agreement=agreed,
+        entries.append(
+            Entry(
+                label=contender.label,
+                selector=contender.selector,
+                options=dict(contender.options),
+                budget=budget,
+                budget_tokens=sum(amounts) / len(amounts),
+                attended=searched.selected / searched.rows,
+                bytes_moved=whole.bytes_moved / sum(len(run.tokens) - 1 for run in runs),
+                stored=sampled,
+                live=decoded,
+                agreement=agreed,
+            )
         )
-    order = itertools.product((EVERYTHING, *plan.budgets), (contender.label for contender in plan.contenders))
-    kept = [entries[label, budget] for budget, label in dict.fromkeys(order) if (label, budget) in entries]
+    entries.sort(key=lambda entry: (EVERYTHING, *plan.budgets).index(entry.budget))
     configuration = {
         "store": str(store.path),
         "store_digest": store.store_digest,
@@ -213,17 +205,17 @@ def measure(
         **made_with(loaded),
         **asdict(plan),
         "sampled_query_tokens": stored.tokens,
-        "sample_share": SAMPLE_SHARE,
+        "sample_share": recorded.SAMPLE_SHARE,
         "live_query_tokens": live.tokens,
         "date": now(),
     }
-    return FidelityReport(configuration, tuple(kept), tuple(failures))
+    return FidelityReport(configuration, tuple(entries), tuple(failures))
 
 
 class Source:
     """Conversations of calls, and the exact attention of all their rows."""
 
-    def __init__(self, host: HostKV, conversations: Sequence[Sequence[Call]], ks: Collection[int]):
+    def __init__(self, host: HostKV, conversations: Sequence[Sequence[recorded.Call]], ks: Collection[int]):
         self.host = host
         self.conversations = [calls for calls in conversations if calls]
         kv_heads = host.store.manifest.shape.kv_heads
@@ -247,12 +239,12 @@ class Source:
         searched, whole = StepStats(), StepStats()
         last = max(per_layer)
         for calls in self.conversations:
-            for call, reply, stats in replay(prefix, calls):
+            for call, ids, out, stats in recorded.replay(prefix, calls):
                 layer, k, (_, heads, tokens, _) = call.layer, per_layer[call.layer], call.query.shape
-                rows = slice(begin[layer], begin[layer] + reply.out.shape[1])
+                rows = slice(begin[layer], begin[layer] + out.shape[1])
                 begin[layer] = rows.stop
                 if k is not None:
-                    judged = self.exact[layer].judge(rows, reply.ids, reply.out, k)
+                    judged = self.exact[layer].judge(rows, ids, out, k)
                     measured[layer].append(judged.reshape(len(MEASURES), heads, tokens))
                 if tokens == 1:
                     whole.add(stats)

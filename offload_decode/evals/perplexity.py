@@ -59,7 +59,7 @@ def behind_store(loaded: LoadedModel, store: KVStore, contender: Contender, toke
     shares: list[Tensor] = []
 
     def ran() -> None:
-        shares.extend(pass_.tail_share.flatten() for pass_ in prefix.take(conversation.cache))
+        shares.extend(share.flatten() for _, share in prefix.take(conversation.cache))
 
     return replace(_run(conversation, tokens, ran), tail_share=float(torch.cat(shares).mean()))
 

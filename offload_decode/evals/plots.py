@@ -12,18 +12,15 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload_decode.common import files
 from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.extra import library
-from offload_decode.evals.fidelity import CONTROLS
+from offload_decode.evals.fidelity import CONTROLS, Entry, FidelityReport
 from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
 from offload_decode.evals.runs import grouped
 from offload_decode.evals.stats import Share
-
-if TYPE_CHECKING:
-    from offload_decode.evals.fidelity import Entry, FidelityReport
 
 _INK, _FAINT, _GRID, _CHANCE = "#22302f", "#66736f", "#e4e8e7", "#9d2b22"
 _LOW, _MIDDLE, _HIGH = "#f4ece4", "#7fb8ad", "#0f5c5c"
@@ -48,7 +45,6 @@ _STYLE = {
     "svg.hashsalt": "offload-decode",
 }
 _SMALL = {"font.size": 9, "axes.linewidth": 0.6}
-_CELL_INCHES = 0.62
 _PERCENT = {"ticks": [0, 0.25, 0.5, 0.75, 1], "labels": ["0", "25", "50", "75", "100"]}
 # Control characters but tabs and newlines, those that turn the direction of what follows, halves.
 _UNSEEN = re.compile(
@@ -201,7 +197,7 @@ def save_needles(grid: NeedleGrid, path: Path) -> None:
     depths down, accuracy as colour and in percent. Replaces `path`.
     """
     columns, rows = len(grid.plan.lengths), len(grid.plan.depths)
-    width, height = max(2.6, _CELL_INCHES * columns), max(2.2, _CELL_INCHES * rows)
+    width, height = max(2.6, 0.62 * columns), max(2.2, 0.62 * rows)  # inches of a panel
     colour_map = library("matplotlib.colors").LinearSegmentedColormap
     colours = colour_map.from_list("accuracy", [_LOW, _MIDDLE, _HIGH])
     with _figure((3 * width + 1.9, height + 1.9)) as figure:
@@ -256,9 +252,7 @@ _FIDELITY: tuple[tuple[str, Callable[[Entry], float], bool], ...] = (
 
 
 def save_fidelity(report: FidelityReport, path: Path) -> None:
-    """Draw error, mass, recall and KL against the budget: one line a selector, controls dashed and grey.
-    Replaces `path`.
-    """
+    """Draw error, mass, recall and KL by budget: a line a selector, controls dashed grey. Replaces `path`."""
     given = report.configuration
     title = f"{Path(given['model']).name}, {given['stored_tokens']:,} stored tokens"
     foot = (

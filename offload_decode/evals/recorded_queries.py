@@ -1,7 +1,7 @@
 """The queries that selectors are measured on, and putting them to a store as the engine would.
 
 Live queries are those of a dense run, question and generated tokens: every selector is asked the very same,
-in the order in which a model asks. They are caught in a selector's place: the engine's own code runs.
+in the order in which a model asks. They are caught on their way to the prefix: the engine's own code runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from offload_decode.hf.cache import PrefixCache
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.selectors.budgeted import Budgeted
-from offload_decode.selectors.registry import create
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
@@ -60,26 +59,16 @@ class DenseRun:
     calls: tuple[Call, ...]
 
 
-@dataclass(frozen=True)
-class Attended:
-    """What a selector answered to a call: the ids `[Hkv, R, k]` that it chose (None for every token), and the
-    attention `[Hkv, R, D]` of the stored part.
-    """
-
-    ids: Tensor | None
-    out: Tensor
-
-
 class Watched(Budgeted):
-    """Keeps what a selector was asked and what it chose."""
+    """Keeps the rows that a selector was asked for and what it chose."""
 
     def __init__(self, chosen: Budgeted):
         super().__init__(chosen.selector)
-        self.seen: list[tuple[int, Queries, Selection | PageSelection]] = []
+        self.seen: list[tuple[Queries, Selection | PageSelection]] = []
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
         selection = super().select(layer, queries)
-        self.seen.append((layer, queries, selection))
+        self.seen.append((queries, selection))
         return selection
 
 
@@ -87,23 +76,15 @@ def run_dense(
     loaded: LoadedModel, store: KVStore, question: str, tokens: int, progress: Callable[[], None]
 ) -> DenseRun:
     """Answer with dense attention and keep what was asked; `progress` is called for each of the tokens."""
-    shape = loaded.shape
-    # A layer that is dense is asked for all rows at once.
-    options = {"dense_layers": ",".join(map(str, shape.full_layers))}
-    host = HostKV(store, loaded.device)
-    watched = Watched(create("dense", options, host, shape))
-    engine = Engine(loaded, store, StoredPrefix(host, watched))
+    prefix = AttentionDemand(StoredPrefix.over(HostKV(store, loaded.device), loaded.shape, "dense", {}))
+    engine = Engine(loaded, store, prefix)
     logits = [engine.ask(question)]
     progress()
     while len(logits) < tokens:
         logits.append(engine.extend([int(logits[-1].argmax())]))
         progress()
     picked = torch.stack(logits)
-    # One sequence: [Hkv, 1, G, T, D].
-    calls = tuple(
-        Call(layer, asked.by_token().transpose(0, 1).flatten(1, 2), asked.scaling, asked.softcap)
-        for layer, asked, _ in watched.seen
-    )
+    calls = tuple(replace(call, query=call.query.detach().float()) for call, _ in prefix.heard)
     return DenseRun(question, tuple(picked.argmax(-1).tolist()), picked, calls)
 
 
@@ -144,19 +125,22 @@ def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
     )
 
 
-def replay(prefix: StoredPrefix, calls: Iterable[Call]) -> Iterator[tuple[Call, Attended, StepStats]]:
+def replay(
+    prefix: StoredPrefix, calls: Iterable[Call]
+) -> Iterator[tuple[Call, Tensor | None, Tensor, StepStats]]:
     """Put calls to a selector through `StoredPrefix.attend`, as one conversation that begins here: every call
-    with its reply and what it cost.
+    with the ids `[Hkv, R, k]` that were chosen (None for every token), the attention `[Hkv, R, D]` of the
+    stored part, and what it cost.
     """
     prefix.selector.reset()
     watched = Watched(prefix.chosen)
     asked = StoredPrefix(prefix.host, watched, prefix.tail)
     for call in calls:
         state = asked.attend(call.layer, call.query, call.scaling, call.softcap)
-        selections = [selected_ids(selection, rows, asked.length) for _, rows, selection in watched.seen]
+        selections = [selected_ids(selection, rows, asked.length) for rows, selection in watched.seen]
         watched.seen.clear()
         out = state.out.reshape(prefix.selector.shape.kv_heads, -1, state.out.shape[-1])
-        yield call, Attended(_joined(selections), out), asked.take_stats()
+        yield call, _joined(selections), out, asked.take_stats()
 
 
 def selected_ids(selection: Selection | PageSelection, queries: Queries, n_tokens: int) -> Tensor | None:
@@ -178,22 +162,15 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(padded, dim=1)
 
 
-@dataclass(frozen=True)
-class LayerPass:
-    """One layer's queries in one forward pass, and the share `[H, T]` (float64, on the CPU) of the attention
-    of each that goes to the tail, that is, to the tokens behind the stored ones.
-    """
-
-    call: Call
-    tail_share: Tensor
-
-
 class AttentionDemand(StoredPrefix):
-    """A prefix like another, of one conversation that begins, which keeps what it is asked and answers."""
+    """A prefix like another, of one conversation that begins, which keeps what it is asked and answers.
+
+    `heard`: since `take` was last called, every call with the log-sum-exp `[1, H, T]` of the stored tokens.
+    """
 
     def __init__(self, like: StoredPrefix):
         super().__init__(like.host, like.chosen, like.tail)
-        self._heard: list[tuple[Call, Tensor]] = []
+        self.heard: list[tuple[Call, Tensor]] = []
         self._ends: dict[int, int] = {}  # of the tail, by layer, when what was taken last had been asked
 
     def begin(
@@ -201,18 +178,21 @@ class AttentionDemand(StoredPrefix):
     ) -> Callable[[], AttentionState]:
         finish = super().begin(layer, query, scaling, softcap)
 
-        def heard() -> AttentionState:
+        def finished() -> AttentionState:
             state = finish()
-            self._heard.append((Call(layer, query, scaling, softcap), state.lse))
+            self.heard.append((Call(layer, query, scaling, softcap), state.lse))
             return state
 
-        return heard
+        return finished
 
-    def take(self, cache: PrefixCache) -> list[LayerPass]:
-        """What was asked since this was last called, in its order; `cache` is the conversation's."""
+    def take(self, cache: PrefixCache) -> list[tuple[Call, Tensor]]:
+        """The calls since this was last called, in their order, each with the share `[H, T]` (float64, on the
+        CPU) of its attention that goes to the tail, that is, to the tokens behind the stored ones; `cache` is
+        the conversation's.
+        """
         tails = {layer.index: layer.tail for layer in cache.tails}
         passes = []
-        for call, stored in self._heard:
+        for call, stored in self.heard:
             keys, _ = tails[call.layer].view()
             start, asking = self._ends.get(call.layer, 0), call.query.shape[2]
             end = self._ends[call.layer] = start + asking
@@ -220,6 +200,6 @@ class AttentionDemand(StoredPrefix):
             keys = keys[:, :, :end]
             own = attend(call.query, keys, keys[..., :1], call.scaling, seen[None, None], call.softcap)
             share = torch.sigmoid(own.lse.double() - stored.to(own.lse.device).double())
-            passes.append(LayerPass(call, share[0].cpu()))
-        self._heard.clear()
+            passes.append((call, share[0].cpu()))
+        self.heard.clear()
         return passes

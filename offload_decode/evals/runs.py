@@ -75,11 +75,6 @@ class Results:
     finished: frozenset[str]
     size: int
 
-    @property
-    def complete(self) -> bool:
-        """Whether every unit is finished."""
-        return len(self.finished) >= self.header.units
-
     def of(self, kind: str) -> list[Record]:
         """The records of a kind, in their order."""
         return [record for record in self.records if record["record"] == kind]
@@ -172,30 +167,19 @@ def _foreign(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path} cannot be read as results of an evaluation: {why}")
 
 
-class Writer:
-    """Appends finished units to a file."""
+Write = Callable[[Sequence[Record]], None]
+"""Appends records to a file, all or (after a kill) some of them; they are on the disk when it returns."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
 
-    def unit(self, key: str, records: Sequence[Record], seconds: float) -> None:
-        """Write what a unit measured; it is on the disk when this returns."""
-        told = {"record": UNIT, "unit": key, "seconds": round(seconds, 3), "finished": now()}
-        self.lines([*({"record": "", "unit": key} | record for record in records), told])
-
-    def lines(self, records: Sequence[Record]) -> None:
-        """Write lines, all or (after a kill) some of them."""
-        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-        # Names of files may hold half characters, which UTF-8 has no form for: JSON spells them out.
-        left = memoryview(text.encode(errors="backslashreplace"))
-        while left:
-            left = left[os.write(self._descriptor, left) :]
-        os.fsync(self._descriptor)
+def unit_records(key: str, records: Sequence[Record], seconds: float) -> list[Record]:
+    """What a unit measured, and behind it that it is finished."""
+    end = {"record": UNIT, "unit": key, "seconds": round(seconds, 3), "finished": now()}
+    return [*({"record": "", "unit": key} | record for record in records), end]
 
 
 @contextmanager
-def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
-    """A file to write to, made or gone on with, and what is in it. One process writes it at a time.
+def opened(path: Path, header: Header) -> Iterator[tuple[Write, Results]]:
+    """What writes to a file, made or gone on with, and what is in it. One process writes it at a time.
 
     A file of another run in which nothing was finished is begun anew. Raises `ConfigError` where there are
     results of another run, where another process writes them, and where nothing can be written.
@@ -208,18 +192,26 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
     try:
         if not lock(descriptor):
             raise ConfigError(f"another process writes {path}: wait for it, or choose another --out")
-        writer = Writer(descriptor)
+
+        def write(records: Sequence[Record]) -> None:
+            lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+            # Names of files may hold half characters, which UTF-8 has no form for: JSON spells them out.
+            left = memoryview("".join(lines).encode(errors="backslashreplace"))
+            while left:
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+
         # Empty, or left within its first line.
         begun = os.pread(descriptor, 1 << 16, 0)
         torn = b"\n" not in begun and begun.startswith(_FIRST[: len(begun)])
         results = None if torn else read(path)
         if results is None or not results.finished:
             os.ftruncate(descriptor, 0)
-            writer.lines([{"record": RUN, "format": FORMAT} | _plain(header)])
+            write([{"record": RUN, "format": FORMAT} | _plain(header)])
             results = read(path)
         _check_same(results.header, header, path)
         os.ftruncate(descriptor, results.size)
-        yield writer, results
+        yield write, results
     finally:
         os.close(descriptor)
 
@@ -249,7 +241,7 @@ def now() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionRecord:
     """A question: its unit and number in it, where what it asks for stands, and what chance comes to."""
 
     unit: Text
@@ -265,7 +257,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnswerRecord:
     """An answer: which way, to the text or to its control, its scores and costs.
 
     `ruler_score` is RULER's string match; `exact_match` and `f1` are SQuAD's, None without a short answer.
@@ -285,9 +277,9 @@ class Said:
     f1: Part | None = None
 
 
-def record(kind: str, of: Asked | Said) -> Record:
+def record(of: QuestionRecord | AnswerRecord) -> Record:
     """As it is written."""
-    return {"record": kind, **asdict(of)}
+    return {"record": QUESTION if isinstance(of, QuestionRecord) else ANSWER, **asdict(of)}
 
 
 def grouped(each: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, list[ItemT]]:
@@ -309,10 +301,10 @@ def flat(
             yield (*names, name), value
 
 
-def questions_and_answers(results: Results) -> Iterator[tuple[Asked, list[Said]]]:
+def questions_and_answers(results: Results) -> Iterator[tuple[QuestionRecord, list[AnswerRecord]]]:
     """Every question with all answers to it. Raises `ConfigError` for records that do not fit together."""
-    answers = grouped(results.typed(ANSWER, Said), lambda said: (said.unit, said.question))
-    for asked in results.typed(QUESTION, Asked):
+    answers = grouped(results.typed(ANSWER, AnswerRecord), lambda said: (said.unit, said.question))
+    for asked in results.typed(QUESTION, QuestionRecord):
         yield asked, answers.pop((asked.unit, asked.question), [])
     if answers:
         unit, number = next(iter(answers))
@@ -362,7 +354,7 @@ def run(
     units = evaluation.units()
     header = Header(evaluation.name, evaluation.configuration(), made_with(loaded), len(units), now())
     total = sum(unit.tokens for unit in units)
-    with opened(out, header) as (writer, there):
+    with opened(out, header) as (write, there):
         done = sum(unit.tokens for unit in units if unit.key in there.finished)
         progress(done, total)
         for unit in units:
@@ -374,7 +366,7 @@ def run(
                 progress(before + min(tokens, size), total)
 
             records = evaluation.measure(unit, report)
-            writer.unit(unit.key, records, time.monotonic() - began)
+            write(unit_records(unit.key, records, time.monotonic() - began))
             done += size
             progress(done, total)
     return read(out)

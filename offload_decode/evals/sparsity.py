@@ -24,24 +24,12 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.evals.answering import Answering, AnswerPlace
+from offload_decode.evals import runs
+from offload_decode.evals.answering import Answering, AnswerPlace, Asking
 from offload_decode.evals.contender import DENSE, Contender
-from offload_decode.evals.haystack import Material
 from offload_decode.evals.recorded_queries import AttentionDemand, Call
-from offload_decode.evals.runs import (
-    Asked,
-    Count,
-    KeyT,
-    Number,
-    Record,
-    Results,
-    Said,
-    Text,
-    grouped,
-    questions_and_answers,
-)
+from offload_decode.evals.runs import Count, KeyT, Number, Record, Results, Text, grouped
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
-from offload_decode.evals.tasks.base import Question as Asking
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.store.reader import KVStore
 
@@ -108,23 +96,16 @@ class Sparsity(Answering):
     """`Answering`, with a record for each layer of what dense attention looked like."""
 
     def answers(
-        self,
-        place: AnswerPlace,
-        material: Material,
-        store: KVStore,
-        way: Contender,
-        questions: Sequence[tuple[int, Asking]],
-        control: bool,
+        self, place: AnswerPlace, store: KVStore, way: Contender, asking: Sequence[Asking], control: bool
     ) -> Iterator[Record]:
-        yield from super().answers(place, material, store, way, questions, control)
+        yield from super().answers(place, store, way, asking, control)
         if way.label != DENSE or control:
             return
         engine = Engine.open(store, self.loaded, selector=DENSE)
-        for number, question in questions:
+        for number, question, most in asking:
             begun = question.answer_prefix if self.plan.begins else ""
             about = {"record": SPARSITY, "question": number, "task": place.task.name, "length": place.length}
             about |= {"seed": place.seed, "stored_tokens": store.manifest.n_tokens}
-            most = place.task.most_tokens(question, material)
             for layer in listen(engine, question.text, most, begun):
                 yield from _layer_records(engine, layer, about)
 
@@ -138,10 +119,10 @@ def listen(engine: Engine, question: str, max_new_tokens: int, begun: str = "") 
     for _ in asked.generate(logits, max_new_tokens):
         pass
     found = []
-    for passes in grouped(prefix.take(asked.cache), lambda one: one.call.layer).values():
-        call = replace(passes[0].call, query=torch.cat([one.call.query for one in passes], dim=2))
-        share = 1 - torch.cat([one.tail_share for one in passes], dim=1)
-        found.append(LayerAttention(call, share, answers))
+    for passes in grouped(prefix.take(asked.cache), lambda one: one[0].layer).values():
+        calls, shares = zip(*passes, strict=True)
+        call = replace(calls[0], query=torch.cat([call.query for call in calls], dim=2))
+        found.append(LayerAttention(call, 1 - torch.cat(shares, dim=1), answers))
     return found
 
 
@@ -227,7 +208,7 @@ class Question:
     number of tokens does as well.
     """
 
-    asked: Asked
+    asked: runs.QuestionRecord
     dense: float
     needed: int | None
     beyond: bool
@@ -279,7 +260,7 @@ def questions(results: Results) -> list[Question]:
     """Every question with the tokens that it needed."""
     attention = grouped(_answering(results), lambda record: (record.unit, record.question))
     found = []
-    for asked, answers in questions_and_answers(results):
+    for asked, answers in runs.questions_and_answers(results):
         records = attention.get((asked.unit, asked.question))
         dense = [said.score for said in answers if said.way == DENSE and not said.control]
         if not records or not dense:
@@ -291,9 +272,7 @@ def questions(results: Results) -> list[Question]:
 
 
 def predictions(found: Sequence[Question]) -> list[Prediction]:
-    """Of every predictor, the baseline last: over questions, and over tasks at each length (means of their
-    questions).
-    """
+    """Of each predictor, the baseline last: over questions, and over their means by task and length."""
     known = [one for one in found if one.needed is not None]
     by_task = grouped(known, lambda one: (one.asked.task, one.asked.length))
     tasks_named = "tasks by length" if len({length for _, length in by_task}) > 1 else "tasks"
@@ -334,7 +313,7 @@ def _questions(number: int) -> str:
     return f"{number:,} question{'' if number == 1 else 's'}"
 
 
-def _needed(dense: float, answers: Iterable[Said], stored: int) -> tuple[int | None, bool]:
+def _needed(dense: float, answers: Iterable[runs.AnswerRecord], stored: int) -> tuple[int | None, bool]:
     if dense == 0:
         return None, False
     tried = [said for said in answers if said.way.startswith(_WAY) and not said.control]

@@ -1,7 +1,10 @@
-"""What the answers of a run come to: accuracies with intervals, beside chance and dense attention."""
+"""What the answers of a run come to: accuracies with intervals, beside chance and dense attention, and
+whether these mean anything.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,8 +13,9 @@ from itertools import product, takewhile
 from statistics import fmean, median
 
 from offload_decode.common.errors import ConfigError
+from offload_decode.evals import runs
 from offload_decode.evals.contender import DENSE, label
-from offload_decode.evals.runs import GUESSES, Asked, Results, Said, grouped, questions_and_answers
+from offload_decode.evals.runs import GUESSES, AnswerRecord, QuestionRecord, Results, grouped
 from offload_decode.evals.stats import CONFIDENCE, Share, exceeding, larger, mean_of, wilson, wilson_of
 
 TRUSTED = 0.9
@@ -167,23 +171,21 @@ class Summary:
 def without_budget(way: str) -> str:
     """`quest:page_size=32` of `quest:budget=64,page_size=32`."""
     name, _, options = way.partition(":")
-    kept = [option for option in options.split(",") if option and not option.startswith("budget=")]
-    return f"{name}:{','.join(kept)}" if kept else name
+    others = ",".join(each for each in options.split(",") if each and not each.startswith("budget="))
+    return f"{name}:{others}" if others else name
 
 
 def budget_of(way: str) -> str | None:
     """`64` of `quest:budget=64,page_size=32`; None where a way names none."""
-    for option in way.partition(":")[2].split(","):
-        if option.startswith("budget="):
-            return option.removeprefix("budget=")
-    return None
+    found = re.search(r"(?:^|,)budget=([^,]*)", way.partition(":")[2])
+    return found and found[1]
 
 
 def summarize(results: Results) -> Summary:
     """Of a run that asks questions. Raises `ConfigError` where it has no answers, or records do not fit."""
-    answers: dict[tuple[str, int, str], list[tuple[Asked, Said]]] = defaultdict(list)
+    answers: dict[tuple[str, int, str], list[tuple[QuestionRecord, AnswerRecord]]] = defaultdict(list)
     controls: dict[Place, list[float]] = defaultdict(list)
-    for asked, all_said in questions_and_answers(results):
+    for asked, all_said in runs.questions_and_answers(results):
         for said in all_said:
             if said.control:
                 controls[asked.task, asked.length].append(said.score)
@@ -206,16 +208,14 @@ def _cell(
     task: str,
     length: int,
     way: str,
-    answers: Sequence[tuple[Asked, Said]],
+    answers: Sequence[tuple[QuestionRecord, AnswerRecord]],
     control: Sequence[float] | None,
     dense: Cell | None,
 ) -> Cell:
     scores = {(asked.unit, asked.question): said.score for asked, said in answers}
     if len(scores) < len(answers):
         raise ConfigError(f"a question of task '{task}' has two answers by '{way}': the file was changed")
-    seeds: dict[int, list[float]] = defaultdict(list)
-    for asked, said in answers:
-        seeds[asked.seed].append(said.score)
+    seeds = grouped(answers, lambda pair: pair[0].seed)
     exact = [said.exact_match for _, said in answers if said.exact_match is not None]
     f1 = [said.f1 for _, said in answers if said.f1 is not None]
     ratio, trusted = None, dense is not None and way != DENSE and dense.score.mean >= TRUSTED
@@ -228,7 +228,7 @@ def _cell(
         scores=scores,
         score=wilson(list(scores.values())),
         ruler=wilson([said.ruler_score for _, said in answers]),
-        seeds={seed: fmean(seeds[seed]) for seed in sorted(seeds)},
+        seeds={seed: fmean(said.score for _, said in seeds[seed]) for seed in sorted(seeds)},
         guess=fmean(asked.guess for asked, _ in answers),
         luckiest=min(1.0, GUESSES * max(asked.guess for asked, _ in answers)),
         control=wilson(control) if control else None,
@@ -274,3 +274,93 @@ def percent(share: float | None) -> str:
 
 def _interval(share: Share) -> str:
     return f"{100 * share.low:.0f}-{100 * share.high:.0f}"
+
+
+def verdict(summary: Summary) -> list[str]:
+    """Sentences, the gravest first; none where there is nothing to warn of."""
+    done, units = summary.units
+    unfinished = f"The run is not finished: {done:,} of {units:,} parts are measured." if done < units else ""
+    said = [_chance(summary), _controls(summary), _dense(summary), unfinished]
+    return [sentence for sentence in said if sentence]
+
+
+def of_needles(found: Sequence[Sequence[float]], control: Sequence[float]) -> list[str]:
+    """Of a grid: scores of needles in every way, and of the control."""
+    chance, most = wilson(control), max(map(len, found))
+    if larger(Share(1.0, most, 0.0, 1.0), chance) >= 1 - CONFIDENCE:
+        return [
+            f"{most} needle{'s' if most > 1 else ''}: even to find all of them could not be told from "
+            "chance. Hide more (--trials)."
+        ]
+    if all(larger(wilson(scores), chance) >= (1 - CONFIDENCE) / len(found) for scores in found):
+        return [
+            "This model finds needles no more often than it answers where there are none, in every way that "
+            "was measured: nothing here says anything about a selector."
+        ]
+    return []
+
+
+def at_chance(summary: Summary) -> list[str]:
+    """Tasks that no way answers better than chance at any length, sure of all together (Bonferroni)."""
+    confidence = _confidence(summary)
+    above = {cell.task for cell in summary.cells if cell.above_chance(confidence)}
+    return [task for task in summary.tasks if task not in above]
+
+
+def _confidence(summary: Summary) -> float:
+    return 1 - (1 - CONFIDENCE) / len(summary.cells)
+
+
+def _chance(summary: Summary) -> str:
+    tasks = at_chance(summary)
+    if not any(cell.could_be_above_chance(_confidence(summary)) for cell in summary.cells):
+        most = max(cell.score.count for cell in summary.cells)
+        asked = f"{most} question{'s' if most > 1 else ''} for each task and length"
+        return (
+            f"At most {asked}: even right answers to all of them could not be told from chance, all "
+            "cells considered. Ask more (--limit)."
+        )
+    if len(tasks) == len(summary.tasks):
+        which = f"the task {tasks[0]}" if len(tasks) == 1 else "every task"
+        return (
+            f"This model answers no better than chance on {which}, in every way that was measured: "
+            "nothing here says anything about a selector."
+        )
+    single = {cell.task for cell in summary.cells if not cell.at_chance}
+    parts = {
+        "No better than chance, in every way: {} (of {} tasks).": [t for t in tasks if t not in single],
+        "Better than chance in single cells of {} (of {} tasks), which among so many cells may be luck: "
+        "ask more (--limit).": [t for t in tasks if t in single],
+    }
+    return " ".join(
+        said.format(", ".join(named), len(summary.tasks)) for said, named in parts.items() if named
+    )
+
+
+def _controls(summary: Summary) -> str:
+    """What is answered beyond guessing where the facts were taken out was not read from the text."""
+    places = {(cell.task, cell.length): cell for cell in summary.cells}
+    confidence = 1 - (1 - CONFIDENCE) / len(places)
+    answered: dict[str, float] = {}
+    for (task, _), cell in places.items():
+        if (control := cell.control) and wilson_of(control.mean, control.count, confidence).low > cell.guess:
+            answered[task] = max(control.mean, answered.get(task, 0.0))
+    if not answered:
+        return ""
+    most = 100 * max(answered.values())
+    return (
+        f"The control was answered in up to {most:.2g} %, although the facts were taken out of its "
+        f"texts ({', '.join(answered)}): do not trust the accuracies there."
+    )
+
+
+def _dense(summary: Summary) -> str:
+    dense = [cell for cell in summary.cells if cell.way == DENSE]
+    lost = at_chance(summary)
+    weak = dict.fromkeys(cell.task for cell in dense if cell.score.mean < TRUSTED and cell.task not in lost)
+    if not weak:
+        return ""
+    return (
+        f"Dense attention itself is under {100 * TRUSTED:.0f} % in {', '.join(weak)}: "
+        "no ratio to dense is given where it is."
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.evals import answering, sparsity
-from offload_decode.evals.runs import Asked, read
+from offload_decode.evals.runs import QuestionRecord, read
 from offload_decode.evals.side_by_side import WayAnswer
 from offload_decode.evals.sparsity import LayerAttention, Question, left_out
 from offload_decode.models import loading
@@ -106,7 +106,7 @@ def test_sparsity_prints_tasks_layers_and_predictors(home, tmp_path, monkeypatch
 
 
 def test_equal_needs_predict_nothing():
-    about = Asked("unit", 0, "task", 100, 0, None, "Which?", ["this"], 0.0, 100)
+    about = QuestionRecord("unit", 0, "task", 100, 0, None, "Which?", ["this"], 0.0, 100)
     few, many, lost = (
         Question(about, score, needed, False, {}) for score, needed in [(1, 4), (1, 64), (0, None)]
     )

@@ -1,16 +1,19 @@
-"""Runs that nobody measured: answers are right with a given probability."""
+"""Runs that nobody measured: answers are right with a given probability, or wherever the store tells them."""
 
 from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from offload_decode.engine.engine import Engine
 from offload_decode.evals import runs
-from offload_decode.evals.runs import ANSWER, QUESTION, Asked, Header, Record, Said
+from offload_decode.evals.runs import AnswerRecord, Header, QuestionRecord, Record
+from offload_decode.evals.side_by_side import WayAnswer
 
 MADE_WITH = {
     "model": "made-up",
@@ -20,8 +23,6 @@ MADE_WITH = {
     "versions": {"python": "3.11.2", "offload-decode": "0.1.0", "torch": "2.13.0"},
 }
 WAYS = ("dense", "topk:budget=64", "topk:budget=256", "quest:budget=64,page_size=32", "streaming:budget=256")
-
-
 LAYERS = (2, 4)
 """Those that are searched."""
 
@@ -68,37 +69,27 @@ def write_run(
     header = Header(
         evaluation, configuration, made_with, len(places) + unfinished, "2026-01-01T00:00:00+00:00"
     )
-    with runs.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (write, _):
         lines: list[Record] = []
         for length, task, seed, i in places:
             unit = f"{task}/{length}/{seed}/{i}"
             rng = random.Random(f"{unit!a} {luck}")
-            question = Asked(
-                unit,
-                0,
-                task,
-                length,
-                seed,
-                rng.random() if task.startswith("niah") else None,
-                f"What is the number of {task}?",
-                [str(rng.randrange(10**6))],
-                guess,
-                length + 40,
-            )
-            lines.append(runs.record(QUESTION, question) | {"unit": unit})
+            depth = rng.random() if task.startswith("niah") else None
+            asked, expected = f"What is the number of {task}?", [str(rng.randrange(10**6))]
+            question = QuestionRecord(unit, 0, task, length, seed, depth, asked, expected, guess, length + 40)
+            lines.append(runs.record(question))
             hard, guessed = rng.random(), rng.random()
             for way in ways:
                 score = float(hard < chance(task, length, way))
                 tokens = way_budget(way, length)
-                seconds = 0.01 + tokens / 1e6
-                answer = Said(unit, 0, way, False, said, score, score, tokens, 100.0 * tokens, seconds)
-                lines.append(runs.record(ANSWER, answer))
+                costs = tokens, 100.0 * tokens, 0.01 + tokens / 1e6
+                lines.append(runs.record(AnswerRecord(unit, 0, way, False, said, score, score, *costs)))
             if control is not None and i % 4 == 0:
                 score = float(guessed < control)
-                answer = Said(unit, 0, ways[0], True, said, score, score, length, 1.0, 0.1)
-                lines.append(runs.record(ANSWER, answer))
+                costs = length, 1.0, 0.1
+                lines.append(runs.record(AnswerRecord(unit, 0, ways[0], True, said, score, score, *costs)))
             lines.append({"record": "unit", "unit": unit, "seconds": 1.0, "finished": runs.now()})
-        writer.lines(lines)
+        write(lines)
     return path
 
 
@@ -107,7 +98,7 @@ def write_likelihoods(path: Path, fashion: str = "continuation") -> Path:
     rng = random.Random(0)
     ways = (*WAYS, "window:512")
     header = Header("perplexity", {"fashion": fashion, "chunk": 64}, MADE_WITH, 8, "2026-01-01T00:00+00:00")
-    with runs.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (write, _):
         for place, length in product(range(4), (2048, 8192)):
             unit, said = f"{length}/{place}", []
             dense = [rng.uniform(1.0, 5.0) for _ in range(64)]
@@ -127,7 +118,7 @@ def write_likelihoods(path: Path, fashion: str = "continuation") -> Path:
                         "tail_share": 0.1 if way == "dense" else None,
                     }
                 )
-            writer.unit(unit, said, 1.0)
+            write(runs.unit_records(unit, said, 1.0))
     return path
 
 
@@ -137,17 +128,16 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
     """
     rng = random.Random(0)
     header = Header("sparsity", {"suite": "sparsity"}, MADE_WITH, 20, "2026-01-01T00:00+00:00")
-    with runs.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (write, _):
         for task, i in product(("niah_single_1", "cwe"), range(10)):
             unit = f"{task}/2048/0/{i}"
-            asked = Asked(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
-            said: list[Record] = [runs.record(QUESTION, asked)]
+            asked = QuestionRecord(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
+            said: list[Record] = [runs.record(asked)]
             for way in ("dense", "topk:budget=16", "topk:budget=64"):
-                score = float(
-                    way == "dense" or rng.random() < budget(way, 2048) / (budget(way, 2048) + steep)
-                )
-                answer = Said(unit, 0, way, False, "that", score, score, budget(way, 2048), 10.0, 0.01)
-                said.append(runs.record(ANSWER, answer))
+                tokens = budget(way, 2048)
+                score = float(way == "dense" or rng.random() < tokens / (tokens + steep))
+                answer = AnswerRecord(unit, 0, way, False, "that", score, score, tokens, 10.0, 0.01)
+                said.append(runs.record(answer))
             for layer in LAYERS:
                 width = [1 + rng.random() * 4 ** (layer + (task == "cwe")) for _ in range(heads)]
                 keys = {
@@ -158,5 +148,15 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
                 line = {"record": "sparsity", "question": 0, "task": task, "length": 2048, "seed": 0}
                 line |= {"stored_tokens": 2048, "part": "answer", "layer": layer, "rows": 3}
                 said.append(line | {"stored_share": [0.9] * heads, "entropy": entropy, "keys": keys})
-            writer.unit(unit, said, 1.0)
+            write(runs.unit_records(unit, said, 1.0))
     return path
+
+
+def looked_up(engine: Engine, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
+    """What a perfect reader answers, who has the store alone."""
+    text = engine.decode(engine.store.tokens.tolist())
+    key = re.search(r'for (.*)\?|key "(.*)"\?', question)
+    assert key is not None
+    found = re.search(rf'code for {key[1]} is (\d+)|"{key[2]}": "([^"]+)"', text)
+    said = (found[1] or found[2]) if found else "nothing"
+    return WayAnswer(question, way, said, 1.0, 2.0, 3.0)

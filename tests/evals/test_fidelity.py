@@ -15,18 +15,10 @@ from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
+from offload_decode.evals import fidelity, plots
 from offload_decode.evals.closeness import MEASURES, Exact, summarize
 from offload_decode.evals.contender import Contender
-from offload_decode.evals.fidelity import (
-    FidelityPlan,
-    FidelityReport,
-    Source,
-    agreement,
-    check,
-    divergence,
-    forced,
-    measure,
-)
+from offload_decode.evals.fidelity import FidelityPlan, FidelityReport, Source, forced, measure
 from offload_decode.evals.recorded_queries import DenseRun, replay, run_dense, sampled_calls
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
@@ -73,10 +65,6 @@ def _random_rows(host: HostKV, rows: int = 6) -> Queries:
     shape = host.store.manifest.shape
     generator = torch.Generator().manual_seed(3)
     return Queries(torch.randn(shape.kv_heads, rows, shape.head_dim, generator=generator), 0.4, 3.0)
-
-
-def _no_step() -> None:
-    pass
 
 
 def test_the_measures_are_their_formulas(host: HostKV) -> None:
@@ -170,7 +158,7 @@ def test_a_selector_that_drops_the_best_token_is_seen(host: HostKV, run: DenseRu
     source, budgets = Source(host, [run.calls], {K}), dict.fromkeys(LAYERS, K)
     whole = StoredPrefix.over(host, host.store.manifest.shape, "topk", {"budget": str(K)})
     broken = _in_place_of(whole.selector, _DropsTheBest)
-    right, wrong = (source.judge(one, budgets, _no_step)[0] for one in (whole, broken))
+    right, wrong = (source.judge(one, budgets, lambda: None)[0] for one in (whole, broken))
     assert right is not None
     assert wrong is not None
     assert wrong.recall == pytest.approx((K - 1) / K)
@@ -196,10 +184,10 @@ class _FirstPages(Dense):
 
 def test_pages_become_the_tokens_of_every_row(host: HostKV, run: DenseRun) -> None:
     dense = create("dense", {"budget": "3", "dense_layers": ""}, host, host.store.manifest.shape).selector
-    (_, reply, _), *_ = replay(_in_place_of(dense, _FirstPages), run.calls)
+    (_, ids, _, _), *_ = replay(_in_place_of(dense, _FirstPages), run.calls)
     tokens = run.calls[0].query.shape[2]
-    assert reply.ids is not None
-    rows = reply.ids.reshape(dense.shape.kv_heads, dense.shape.group, tokens, -1)
+    assert ids is not None
+    rows = ids.reshape(dense.shape.kv_heads, dense.shape.group, tokens, -1)
     for token in range(tokens):
         mine = rows[:, :, token].flatten(0, 1).tolist()
         assert mine == [[4 * token, 4 * token + 1, 4 * token + 2, -1]] * dense.shape.query_heads
@@ -212,7 +200,7 @@ def test_live_queries_are_those_of_the_engine_in_its_order(
     asked = len(engine.question_tokens(QUESTION))
     assert [call.layer for call in run.calls] == list(LAYERS) * 5
     assert [call.query.shape[2] for call in run.calls] == [asked] * 3 + [1] * 12
-    logits = forced(engine, run, _no_step)
+    logits = forced(engine, run, lambda: None)
     torch.testing.assert_close(logits, run.logits)
     assert run.tokens == tuple(logits.argmax(-1).tolist())
     # The calls' own attention is what merges into these logits: exact attention of the same rows.
@@ -251,7 +239,7 @@ def test_a_selector_that_remembers_meets_each_conversation_afresh(host: HostKV, 
     prefix = _in_place_of(dense, _Counts)
     asked = run.calls[0].query.shape[2]
     for _ in range(2):
-        seen = [int(reply.ids.max()) for _, reply, _ in replay(prefix, run.calls)]  # type: ignore[union-attr]
+        seen = [int(ids.max()) for _, ids, _, _ in replay(prefix, run.calls)]  # type: ignore[union-attr]
         assert seen == [asked + step for step in range(5) for _ in LAYERS]
 
 
@@ -260,8 +248,8 @@ def test_divergence_and_agreement() -> None:
     other = torch.tensor([[2.0, 1.0, 0.0], [3.0, 0.5, 1.0]])
     p, q = torch.softmax(dense.double(), -1), torch.softmax(other.double(), -1)
     expected = [(p[0] * (p[0] / q[0]).log()).sum(), (p[1, :2] * (p[1, :2] / q[1, :2]).log()).sum()]
-    torch.testing.assert_close(divergence(dense, other), torch.stack(expected))
-    found = agreement([(dense[:1], other[:1]), (dense[1:], other[1:])])
+    torch.testing.assert_close(fidelity.divergence(dense, other), torch.stack(expected))
+    found = fidelity.agreement([(dense[:1], other[:1]), (dense[1:], other[1:])])
     assert (found.tokens, found.top1) == (2, 0.5)
     assert found.kl_mean == pytest.approx(float(sum(expected) / 2))
     assert found.kl_max == pytest.approx(float(max(expected)))
@@ -316,7 +304,7 @@ def test_progress_ends_where_it_said(loaded: LoadedModel, store: KVStore) -> Non
 def test_what_cannot_be_measured_is_refused(store: KVStore, changes: dict, sentence: str) -> None:
     plan = FidelityPlan((Contender("dense"),), ("4",), (QUESTION,), 3)
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
-        check(store, dataclasses.replace(plan, **changes))
+        fidelity.check(store, dataclasses.replace(plan, **changes))
 
 
 def test_a_dense_layer_is_dense_for_all_and_not_measured(loaded: LoadedModel, store: KVStore) -> None:
@@ -342,17 +330,10 @@ def test_one_that_fails_leaves_the_others(
 
 
 def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    from offload_decode.evals.plots import save_fidelity
-
-    drawn = []
-    original = figure.Figure.savefig
-    monkeypatch.setattr(
-        figure.Figure,
-        "savefig",
-        lambda self, *given, **named: (drawn.append(self), original(self, *given, **named))[1],
-    )
-    save_fidelity(report, tmp_path / "fidelity.png")
+    pytest.importorskip("matplotlib.figure")
+    drawn, saved = [], plots._saved
+    monkeypatch.setattr(plots, "_saved", lambda each, **how: drawn.append(each) or saved(each, **how))
+    plots.save_fidelity(report, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").read_bytes().startswith(b"\x89PNG")
     (legend,) = drawn[0].legends
     assert [text.get_text() for text in legend.get_texts()] == ["oracle", "topk", "random", "streaming"]

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, measure
 from offload_decode.evals.plots import save_needles
 from offload_decode.evals.runs import Stores
+from offload_decode.evals.summary import of_needles
 from offload_decode.evals.tasks.base import string_match
-from offload_decode.evals.verdict import of_needles
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store.reader import KVStore
@@ -172,12 +173,9 @@ def test_labels() -> None:
 
 def _grid(dense: list[float], text: str = "t") -> NeedleGrid:
     plan = GridPlan((1024, 2048), (0.0, 1.0), "topk", {"budget": "64"}, trials=2)
-    places = [
-        (length, depth, trial) for length in plan.lengths for depth in plan.depths for trial in range(2)
-    ]
     cells = tuple(
         Cell(*place, 9, "q", "1", ScoredText("", score), ScoredText("", 1.0), ScoredText("", 0.0))
-        for place, score in zip(places, dense, strict=True)
+        for place, score in zip(product(plan.lengths, plan.depths, range(2)), dense, strict=True)
     )
     return NeedleGrid(plan, {"model": "some/model", "text": text}, cells)
 

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -118,12 +119,8 @@ def test_the_worst_task_is_the_headline_and_every_number_is_in_a_table(tmp_path:
     headline = read.text[read.text.index("way of answering") :]
     assert headline.index("cwe") < headline.index("vt")
     assert "Seeds 3, 4 are pooled" in read.text
-    for said in (
-        "string match ",
-        "control: facts taken out",
-        "guess from the question alone",
-        "0123456789abcdef",
-    ):
+    shares = "string match ", "control: facts taken out", "guess from the question alone"
+    for said in (*shares, "0123456789abcdef"):
         assert said in read.text
     described = [image["alt"] for image in read.select("img.plot")]
     assert len(described) == 2 + 6
@@ -150,8 +147,7 @@ def test_needle_grids_and_fidelity_are_shown_too(tmp_path: Path) -> None:
     said = {share: ScoredText(EVIL, share) for share in (0.0, 1.0)}
     cells = tuple(
         Cell(length, depth, 0, length, "?", "1", said[1.0], said[depth * 2], said[0.0])
-        for length in plan.lengths
-        for depth in plan.depths
+        for length, depth in product(plan.lengths, plan.depths)
     )
     (tmp_path / "needle.json").write_text(json.dumps(NeedleGrid(plan, MADE_WITH, cells).to_json(), indent=1))
     spread = {"p50": 0.1, "p95": 0.2}

@@ -19,16 +19,7 @@ from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.recorded_queries import run_dense
 from offload_decode.evals.runs import Results
 from offload_decode.evals.side_by_side import WayAnswer
-from offload_decode.evals.sparsity import (
-    LENGTH,
-    SHARES,
-    SPARSITY,
-    Sparsity,
-    listen,
-    predictions,
-    questions,
-    sparse_by,
-)
+from offload_decode.evals.sparsity import SHARES, predictions, questions
 from offload_decode.evals.stats import FEWEST, block_mean, bootstrapped, pearson, spearman
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
@@ -37,6 +28,7 @@ from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, ModelShape
+from tests.evals.made_up import looked_up
 from tests.tiny import text_model
 
 N = 100
@@ -90,7 +82,7 @@ def store(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> KVSt
 
 def test_the_attention_demand_is_that_of_a_dense_answer(loaded: LoadedModel, store: KVStore) -> None:
     run = run_dense(loaded, store, "What?", 4, lambda: None)
-    heard = listen(Engine.open(store, loaded, selector="dense"), "What?", 4)
+    heard = sparsity.listen(Engine.open(store, loaded, selector="dense"), "What?", 4)
     assert [layer.call.layer for layer in heard] == list(loaded.shape.full_layers)
     for layer in heard:
         asked = [call.query for call in run.calls if call.layer == layer.call.layer]
@@ -101,7 +93,7 @@ def test_the_attention_demand_is_that_of_a_dense_answer(loaded: LoadedModel, sto
 
 def test_the_stores_share_is_that_of_the_plain_models_attention(loaded: LoadedModel, store: KVStore) -> None:
     engine = Engine.open(store, loaded, selector="dense")
-    heard = listen(engine, "What?", 4)
+    heard = sparsity.listen(engine, "What?", 4)
     tokens = [*store.tokens.tolist(), *engine.question_tokens("What?")]
     tokens += engine.answer("What?", 4).tokens[:3]
     model = text_model()
@@ -135,13 +127,9 @@ def test_rows_in_parts_and_each_head_are_those_of_plain_softmax(
 
 def reader(engine: Engine, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
     """Right about the key-value pairs with 32 tokens and more, and about the plain fact with 128."""
-    least = 32 if '"' in question else 128
-    right = way == "dense" or int(way.rsplit("=", 1)[1]) >= least
-    text = engine.decode(engine.store.tokens.tolist())
-    key = question.split('"')[1] if '"' in question else question.split("for ")[1].rstrip("?")
-    rest = text.split(f'"{key}": "')[-1] if '"' in question else text.split(f"code for {key} is ")[-1]
-    said = rest.split('"')[0].split(".")[0] if right else "nothing"
-    return WayAnswer(question, way, said, 1.0, 2.0, 3.0)
+    right = way == "dense" or int(way.rsplit("=", 1)[1]) >= (32 if '"' in question else 128)
+    answer = looked_up(engine, way, question, most)
+    return answer if right else replace(answer, text="nothing")
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +141,11 @@ def results(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Re
         patch.setattr(answering, "reply", reader)
         for task in asked:
             patch.setattr(type(task), "max_new_tokens", 2)
-        return runs.run(Sparsity(PLAN, asked, loaded, WORDS, stores), loaded, folder / "run.jsonl")
+        return runs.run(sparsity.Sparsity(PLAN, asked, loaded, WORDS, stores), loaded, folder / "run.jsonl")
 
 
 def test_every_question_has_a_record_for_each_layer_and_part(results: Results, loaded: LoadedModel) -> None:
-    records = results.of(SPARSITY)
+    records = results.of(sparsity.SPARSITY)
     assert len(records) == 2 * 2 * 2 * len(loaded.shape.full_layers)
     for record in records:
         shares = [record["keys"][name]["mean"] for name in ("75", "90", "95", "99")]
@@ -165,7 +153,7 @@ def test_every_question_has_a_record_for_each_layer_and_part(results: Results, l
         assert (np.diff(np.array(shares), axis=0) >= 0).all()
         assert max(record["entropy"]["p95"]) <= math.log(record["stored_tokens"])
         assert record["rows"] == 2 if record["part"] == "answer" else record["rows"] > 2
-    by_layer = sparse_by(results, lambda record: record.layer)
+    by_layer = sparsity.sparse_by(results, lambda record: record.layer)
     assert list(by_layer) == list(loaded.shape.full_layers)
 
 
@@ -173,7 +161,7 @@ def test_a_question_needs_the_fewest_tokens_that_do_as_well(results: Results) ->
     found = questions(results)
     assert {one.asked.task: one.needed for one in found} == {"plain-fact": 128, "key-value": 32}
     assert {line.over for line in predictions(found)} == {"questions", "tasks"}
-    assert predictions(found)[-1].predictor == LENGTH
+    assert predictions(found)[-1].predictor == sparsity.LENGTH
     longer = [replace(one, asked=replace(one.asked, length=2 * one.asked.length)) for one in found]
     both = predictions([*found, *longer])
     assert {(line.over, line.count) for line in both} == {("questions", 8), ("tasks by length", 4)}

@@ -12,28 +12,15 @@ from typing import Any
 from offload_decode.evals import plots
 from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.plots import Line, Point
-from offload_decode.evals.report.blocks import (
-    Block,
-    Part,
-    Value,
-    count,
-    cut,
-    grid,
-    interval,
-    picture,
-    pictures,
-    plot,
-    share_cell,
-    styles_of,
-    table,
-)
-from offload_decode.evals.runs import Asked, Said, grouped
+from offload_decode.evals.report import blocks as show
+from offload_decode.evals.report.blocks import Block, Part, Value, count, table
+from offload_decode.evals.runs import AnswerRecord, QuestionRecord, grouped
 from offload_decode.evals.summary import Cell, Summary, budget_of, percent
 
 _COLUMNS = 6  # tasks side by side: as many as a sheet of paper is wide
 _DEPTHS = 5  # parts of a text
 _EXAMPLES = 3  # wrong answers of a task
-Answers = Sequence[tuple[Asked, list[Said]]]
+Answers = Sequence[tuple[QuestionRecord, list[AnswerRecord]]]
 
 
 def headline(summary: Summary) -> list[Block]:
@@ -47,26 +34,22 @@ def headline(summary: Summary) -> list[Block]:
         for head in heads:
             worst = head.worst.score
             row = [head.way, Value(percent(worst.mean), strong=True, chance=head.worst.at_chance)]
-            row += [interval(worst), Value(head.worst.task, left=True)]
-            row += [percent(head.mean.mean), interval(head.mean)] if several else []
+            row += [show.interval(worst), Value(head.worst.task, left=True)]
+            row += [percent(head.mean.mean), show.interval(head.mean)] if several else []
             rows.append([*row, count(fmean(cell.attended for cell in summary.at(length, head.way)))])
         title = f"{label(length)} tokens"
         groups[title] = rows
         source = plots.shares_svg([(h.way, h.worst.score, h.mean if several else None) for h in heads])
         told = "the accuracies of the table above, on a scale from 0 to 100 %"
-        figures.append(picture(f"{title}{', ◆ worst, ● mean' if several else ''}", told, source))
+        figures.append(show.picture(f"{title}{', ◆ worst, ● mean' if several else ''}", told, source))
     counts = sorted({cell.score.count for cell in summary.cells})
     asked = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     tasks = f"{len(summary.tasks)} tasks, " if several else ""
     return [
         table("The worst task and the mean", [*heading, "tokens attended"], groups, ways=True),
-        _daggered(f"{tasks}{asked} questions for each task and length. {_seeds(summary)}"),
-        pictures(figures),
+        {"kind": "note", "text": f"{tasks}{asked} questions for each task and length. {_seeds(summary)}"},
+        show.pictures(figures),
     ]
-
-
-def _daggered(text: str) -> Block:
-    return {"kind": "note", "text": text}
 
 
 def _seeds(summary: Summary) -> str:
@@ -99,7 +82,7 @@ def _by_task(summary: Summary) -> list[Block]:
         "answers, RULER’s string match and SQuAD’s exact match and F1, and the share of dense attention’s "
         "accuracy where that is at least 90 %."
     )
-    blocks = [_daggered(legend)]
+    blocks: list[Block] = [{"kind": "note", "text": legend}]
     for length in summary.lengths:
         by_task = grouped((cell for cell in summary.cells if cell.length == length), lambda cell: cell.task)
         tasks = sorted(by_task, key=lambda task: fmean(cell.score.mean for cell in by_task[task]))
@@ -113,7 +96,7 @@ def _by_task(summary: Summary) -> list[Block]:
                 if any(cells):
                     rows.append([way, *map(_accuracy, cells)])
             any_cells = [by_task[task][0] for task in shown]
-            rows.append(["control: facts taken out", *(share_cell(cell.control) for cell in any_cells)])
+            rows.append(["control: facts taken out", *(show.share_cell(cell.control) for cell in any_cells)])
             rows.append(["guess from the question alone", *(percent(cell.guess) for cell in any_cells)])
             title = f"{label(length)} tokens{f', tasks {first + 1} to {last}' if sheets > 1 else ''}"
             blocks.append(table(f"Accuracy at {title}", ["", *shown], rows, title, ways=True))
@@ -129,12 +112,12 @@ def _accuracy(cell: Cell | None) -> Value | str:
     if cell.ratio is not None:
         below.append(f"{100 * cell.ratio:.0f} % of dense")
     score = cell.score
-    return Value(percent(score.mean), interval(score), tuple(below), True, score.mean, cell.at_chance)
+    return Value(percent(score.mean), show.interval(score), tuple(below), True, score.mean, cell.at_chance)
 
 
 def _against_tokens(summary: Summary) -> list[Block]:
     families = summary.families()
-    styles = styles_of(families)
+    styles = show.styles_of(families)
     figures = []
     for task, length in product(summary.tasks, summary.lengths):
         dense = summary.by_place.get((task, length, DENSE))
@@ -149,12 +132,12 @@ def _against_tokens(summary: Summary) -> list[Block]:
             more, band = (f"; {DENSE}: {100 * dense.score.mean:.0f} %", dense.score) if dense else ("", None)
             how: dict[str, Any] = {"log_x": True, "percent": True, "band": band, "rule": chance}
             caption = f"{task}, {label(length)} tokens"
-            figures.append(plot(caption, lines, _share_at, "tokens attended", more, **how))
+            figures.append(show.plot(caption, lines, _share_at, "tokens attended", more, **how))
     note = (
         "Accuracy in %, by the stored tokens attended to, a step, layer and head; bars are 95 % intervals. "
         "The dotted line is chance."
     )
-    return [note, pictures(figures, styles, band=True)] if figures else []
+    return [note, show.pictures(figures, styles, band=True)] if figures else []
 
 
 def _point(cell: Cell) -> Point:
@@ -195,7 +178,7 @@ def _depths(answers: Answers, summary: Summary) -> list[Block]:
             if not said.control:
                 scores[said.way][asked.length, part].append(said.score)
     names = {part: f"{100 * part // _DEPTHS}–{100 * (part + 1) // _DEPTHS} %" for part in range(_DEPTHS)}
-    grids = [grid(way, scores[way], names) for way in summary.ways if way in scores]
+    grids = [show.grid(way, scores[way], names) for way in summary.ways if way in scores]
     note = (
         "Accuracy in % of all questions about one place of the text, by length in tokens and depth, with "
         f"95 % intervals: {', '.join(dict.fromkeys(asked.task for asked, *_ in placed))}."
@@ -253,11 +236,11 @@ def _wrong(answers: Answers) -> list[Block]:
     return ["Drawn at random.", {"kind": "examples", "tasks": tasks}] if tasks else []
 
 
-def _example(asked: Asked, said: Said) -> Block:
+def _example(asked: QuestionRecord, said: AnswerRecord) -> Block:
     texts = {"asked": asked.asked, "expected": ", ".join(asked.expected), f"{said.way} said": said.said}
     depth = "" if asked.depth is None else f", at {100 * asked.depth:.0f} % of the text"
     scores = f"score {said.score:.2g}, string match {said.ruler_score:.2g}"
     return {
-        "lines": [(name, cut(text)) for name, text in texts.items()],
+        "lines": [(name, show.cut(text)) for name, text in texts.items()],
         "foot": f"{label(asked.length)} tokens{depth}; {scores}",
     }

@@ -12,21 +12,11 @@ from offload_decode.evals import sparsity
 from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.perplexity import Likelihood, curve
 from offload_decode.evals.plots import Line, Point
-from offload_decode.evals.report.blocks import (
-    Block,
-    Part,
-    count,
-    grid,
-    pictures,
-    plot,
-    share_cell,
-    styles_of,
-    table,
-)
+from offload_decode.evals.report import blocks as show
+from offload_decode.evals.report.blocks import Block, Part, count, pictures, plot, table
 from offload_decode.evals.runs import Results, grouped
 from offload_decode.evals.stats import Estimate, wilson
-from offload_decode.evals.summary import percent, without_budget
-from offload_decode.evals.verdict import of_needles
+from offload_decode.evals.summary import of_needles, percent, without_budget
 
 
 def likelihood(found: Results, lines: Sequence[Likelihood]) -> list[Part]:
@@ -65,7 +55,7 @@ def _likelihood_table(found: Sequence[Likelihood], sliding: bool) -> list[Block]
 
 def _likelihood_against_tokens(found: Sequence[Likelihood]) -> list[Block]:
     known = [each for each in found if each.attended is not None and each.way != DENSE]
-    styles = styles_of(without_budget(each.way) for each in known)
+    styles = show.styles_of(without_budget(each.way) for each in known)
     figures = []
     for length, here in grouped(known, lambda each: each.length).items():
         lines = [
@@ -89,7 +79,7 @@ def _by_position(found: Results) -> list[Block]:
     points: dict[str, list[Point]] = defaultdict(list)
     for each in curve(found):
         points[each.way].append(Point((each.first + each.last) / 2, each.nll, each.nll, each.nll))
-    styles = styles_of(points)
+    styles = show.styles_of(points)
     lines = [Line(name, styles[name], tuple(own)) for name, own in points.items()]
     figure = plot("every token of the text", lines, _nats, "position in the text", wide=True)
     return ["Nats a token, over stretches of the text.", pictures([figure], styles)]
@@ -148,7 +138,7 @@ def _layers(found: Results) -> list[Block]:
     note = (
         "By layer, on a logarithmic scale: the mean, and a bar from the median head to the 95th percentile."
     )
-    return [note, pictures([figure], styles_of(line.name for line in lines))]
+    return [note, pictures([figure], show.styles_of(line.name for line in lines))]
 
 
 def entropy(found: Results) -> list[Block]:
@@ -196,7 +186,7 @@ def needles(found: Mapping[str, Any]) -> tuple[str, list[str], list[Part]]:
         by_length = grouped(sorted(scores), lambda place: place[0]).values()
         means = [wilson([score for place in own for score in scores[place]]) for own in by_length]
         every.append([score for own in scores.values() for score in own])
-        grids.append(grid(title, scores, depths, [["all", *map(share_cell, means)]]))
+        grids.append(show.grid(title, scores, depths, [["all", *map(show.share_cell, means)]]))
     note = "Accuracy in %, by length in tokens and depth, with 95 % intervals."
     parts: list[Part] = [("Needles by length and depth", [note, {"kind": "grids", "tables": grids}])]
     return "needle in a haystack", of_needles(every[:2], every[2]), parts

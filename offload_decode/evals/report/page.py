@@ -23,9 +23,8 @@ from offload_decode.evals.report import answers, measures
 from offload_decode.evals.report.blocks import Block, Part, pairs
 from offload_decode.evals.runs import ANSWER, Results, questions_and_answers
 from offload_decode.evals.sparsity import SPARSITY
-from offload_decode.evals.summary import summarize
-from offload_decode.evals.verdict import at_chance as tasks_at_chance
-from offload_decode.evals.verdict import verdict
+from offload_decode.evals.summary import at_chance as tasks_at_chance
+from offload_decode.evals.summary import summarize, verdict
 
 MOST = 256 << 20
 """Bytes of a file that is one JSON value."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from offload_decode.evals.tasks import aggregate, facts, passkey, ruler, ruler_qa
+from offload_decode.evals.tasks import aggregate, facts, ruler, ruler_qa
 from offload_decode.evals.tasks.base import Task
 
-_ALL: tuple[type[Task], ...]
-_ALL = (*ruler.TASKS, *ruler_qa.TASKS, *facts.TASKS, passkey.Passkey, *aggregate.TASKS)
-_TASKS = {task.name: task for task in _ALL}
+_ALL = (*ruler.TASKS, *ruler_qa.TASKS, *facts.TASKS, *aggregate.TASKS)
+_TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
 
 
 def names() -> tuple[str, ...]:

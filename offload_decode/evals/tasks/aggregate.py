@@ -76,19 +76,8 @@ def _filled(rng: random.Random, sentence: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A sentence of the text, and the one that stands in its place in the control."""
-
-    text: str
-    control: str
-
-
-@dataclass(frozen=True)
-class Choice(Question):
-    """A question of which even a guess knows what the answer may be."""
-
-    choices: tuple[str, ...] = ()
+Fact = tuple[str, str]
+"""A sentence of the text, and the one that stands in its place in the control."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +112,12 @@ class SpreadFacts(Task):
 
     def context(self, rng: random.Random, material: Material) -> Context:
         """The facts in runs at places drawn afresh, with filler between them."""
-        sample = self.draw(random.Random(rng.getrandbits(64)), max(_SAMPLE, self.fewest)).facts
-        cost = material.count("\n".join(fact.text for fact in sample)) / len(sample)
+        sample = self.draw(random.Random(rng.getrandbits(64)), _SAMPLE).facts
+        cost = material.count("\n".join(text for text, _ in sample)) / len(sample)
         drawn = self.draw(rng, max(self.fewest, int(self.share * material.tokens / cost)))
         runs = self._runs(rng, len(drawn.facts))
         depths = sorted(rng.random() for _ in runs)
-        facts = self._joined([fact.text for fact in drawn.facts], runs)
-        instead = self._joined([fact.control for fact in drawn.facts], runs)
+        facts, instead = (self._joined(sentences, runs) for sentences in zip(*drawn.facts, strict=True))
         taken = material.count("\n\n".join(facts))
         room = material.tokens - taken
         if room < 1:
@@ -153,12 +141,12 @@ class SpreadFacts(Task):
             written(instead, room - material.count("\n\n".join(instead)) + taken),
             drawn.questions,
             (None,) * len(drawn.needed),
-            tuple(material.count("\n".join(drawn.facts[i].text for i in which)) for which in drawn.needed),
+            tuple(material.count("\n".join(drawn.facts[i][0] for i in which)) for which in drawn.needed),
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
         """One of the choices, or where there are none the answer of another draw."""
-        if isinstance(question, Choice):
+        if question.choices:
             return rng.choice(question.choices)
         return rng.choice(self.draw(rng, self.fewest).questions).response
 
@@ -181,7 +169,6 @@ def _span(middle: float) -> tuple[int, int]:
     return max(1, round(middle / 2)), max(1, round(1.5 * middle))
 
 
-@dataclass(frozen=True)
 class CountMentions(SpreadFacts):
     """How often is somebody mentioned? Two people, asked for in turn, and others who share a name with them.
 
@@ -207,10 +194,10 @@ class CountMentions(SpreadFacts):
         for name in about:
             sentence = _filled(rng, rng.choice(_SAID["mentions"]))
             other = rng.choice(others) if name in persons else name
-            written.append(Fact(sentence.format(name=name), sentence.format(name=other)))
+            written.append((sentence.format(name=name), sentence.format(name=other)))
         choices = tuple(str(count) for count in range(low, high + 1))
         questions = [
-            Choice(
+            Question(
                 rng.choice(_ASKED["count"]).format(name=person),
                 " The number is",
                 (str(about.count(person)),),
@@ -231,7 +218,6 @@ def _alike(rng: random.Random, person: str, persons: list[str]) -> list[str]:
             return found
 
 
-@dataclass(frozen=True)
 class JoinStory(SpreadFacts):
     """Facts joined over three steps: `In which town was the landlord of the teacher of Ada Foxley born?`
 
@@ -258,7 +244,7 @@ class JoinStory(SpreadFacts):
 
         def tell(who: str, what: str, target: str, control: str | None = None) -> None:
             text = rng.choice(_RELATED[what]).format(a=who, b=target)
-            told[who, what] = Fact(text, control or text)
+            told[who, what] = text, control or text
 
         for number, other in enumerate(spare):
             a, b, c = persons[3 * number : 3 * (number + 1)]
@@ -286,7 +272,6 @@ class JoinStory(SpreadFacts):
 _RATE = 0.55  # records asked for, for each square root of all records
 
 
-@dataclass(frozen=True)
 class EveryRecord(SpreadFacts):
     """Text to JSON: every record of one of four kinds, with its fields.
 
@@ -319,7 +304,7 @@ class EveryRecord(SpreadFacts):
             record, text = stated(kind)
             if kind == asked:
                 records.append(record)
-            written.append(Fact(text, stated(rng.choice(others))[1] if kind == asked else text))
+            written.append((text, stated(rng.choice(others))[1] if kind == asked else text))
         keys = "{}, {} and {}".format(*(f'"{key}"' for key in _FIELDS[asked]))
         text = rng.choice(_ASKED["records"]).format(kind=asked, keys=keys) + " Write nothing else."
         needed = tuple(i for i, kind in enumerate(kinds) if kind == asked)
@@ -361,7 +346,6 @@ _LEAD = 0.15  # by which the most frequent kind is ahead of the second
 _FEWEST = 0.6  # the least frequent kind, as a share of the second
 
 
-@dataclass(frozen=True)
 class TallyLines(SpreadFacts):
     """Letters to a shop, of five kinds that are to be told from what they say: which is the most frequent?
 
@@ -389,10 +373,10 @@ class TallyLines(SpreadFacts):
         written: list[Fact] = []
         for kind in listed:
             text = letter(kind)
-            written.append(Fact(text, letter(rng.choice(kinds[1:])) if kind == kinds[0] else text))
+            written.append((text, letter(rng.choice(kinds[1:])) if kind == kinds[0] else text))
         named = rng.sample(kinds, len(kinds))
         asked = rng.choice(_ASKED["kind"]).format(kinds=", ".join(named[:-1]) + f" or {named[-1]}")
-        question = Choice(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))
+        question = Question(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))
         return Draw(tuple(written), (question,), (tuple(range(len(written))),))
 
 

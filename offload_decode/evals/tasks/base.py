@@ -12,8 +12,9 @@ import string
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import cycle, islice
 from typing import Any, ClassVar
 
 from offload_decode.common.errors import ConfigError
@@ -21,6 +22,16 @@ from offload_decode.evals.haystack import Material
 
 _BOUNDARY = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+_CLOSE = 0.002  # of the tokens: a text that much too short is long enough
+_MOST_TRIES = 8
+_LEAST_RATE = 0.1  # tokens of a piece, whatever was measured
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -60,13 +71,15 @@ def _f1(expected: list[str], given: list[str]) -> float:
 class Question:
     """A question; `answer_prefix` may be put after `Answer:`; answers are in the order of the text.
 
-    `any_of`: the answers are several ways to say the same; otherwise all of them are asked for.
+    `any_of`: the answers are several ways to say the same; otherwise all of them are asked for. `choices`:
+    what even a guess knows that the answer may be, if it does.
     """
 
     text: str
     answer_prefix: str
     answers: tuple[str, ...]
     any_of: bool = False
+    choices: tuple[str, ...] = ()
 
     @property
     def response(self) -> str:
@@ -185,9 +198,7 @@ class HiddenFacts(Task):
         return self.sample(rng).questions[0].response
 
     def context(self, rng: random.Random, material: Material) -> Context:
-        """The facts at places drawn afresh, in a haystack that leaves room for them; the control has more
-        of the haystack instead.
-        """
+        """The facts at places drawn afresh in a haystack with room for them; as control, haystack alone."""
         episode = self.sample(rng)
         whole = material.tokens - (material.count(self.instruction) if self.instruction else 0)
         room = whole - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
@@ -211,17 +222,17 @@ class HiddenFacts(Task):
         """The facts in a haystack, each near its depth."""
         return insert(haystack, facts, depths)
 
-    def hide(self, rng: random.Random, filler: str, depth: float | None = None) -> tuple[str, Question]:
+    def hide(self, rng: random.Random, filler: str, depth: float) -> tuple[str, Question]:
         """Filler, used whole, with the facts at sentence boundaries, and the first question about them.
 
-        depth in [0, 1] is the place of the first fact, 0 the start and 1 the end of the text (other facts
-        are spread at random); None draws it.
+        depth in [0, 1] is the place of the first fact, 0 the start and 1 the end of the text; other facts
+        are spread at random.
         """
-        if depth is not None and not 0 <= depth <= 1:
+        if not 0 <= depth <= 1:
             raise ValueError(f"depth is a share of the text, from 0 to 1, not {depth}.")
         episode = self.sample(rng)
-        depths = [rng.random() if depth is None else depth, *(rng.random() for _ in episode.facts[1:])]
-        return self.placed(filler, episode.facts, self.ordered(depths)), episode.questions[0]
+        depths = self.ordered([depth, *(rng.random() for _ in episode.facts[1:])])
+        return self.placed(filler, episode.facts, depths), episode.questions[0]
 
     def ordered(self, depths: list[float]) -> list[float]:
         """The depths as the task wants them; tasks whose facts must come in order sort them."""
@@ -255,3 +266,43 @@ def insert(filler: str, facts: Sequence[str], depths: Sequence[float]) -> str:
         parts += [filler[last:at], gap if at else "", fact.strip("\n"), after]
         last = at
     return "".join([*parts, filler[last:]])
+
+
+def noise(sentences: int) -> str:
+    """The five sentences of RULER over and over, five to a line."""
+    drawn = list(islice(cycle(NOISE), sentences))
+    return "\n".join(" ".join(drawn[at : at + len(NOISE)]) for at in range(0, sentences, len(NOISE)))
+
+
+def fitting(material: Material, tokens: int, write: Callable[[int], str], least: int = 0) -> int:
+    """The number of pieces of which `write` makes a text of at most so many tokens, and hardly fewer.
+
+    The text is written and counted whole a few times. Returns less than `least` where even so few are too
+    many.
+    """
+    before, pieces = (least, material.count(write(least))), least + 16
+    best = least if before[1] <= tokens else least - 1
+    tried = {least}
+    for _ in range(_MOST_TRIES):
+        size = material.count(write(pieces))
+        tried.add(pieces)
+        if size <= tokens:
+            best = max(best, pieces)
+        if 0 <= tokens - size <= _CLOSE * tokens:
+            break
+        rate = max((size - before[1]) / (pieces - before[0]), _LEAST_RATE)
+        before, pieces = (pieces, size), max(least, pieces + int((tokens - size) // rate))
+        if pieces in tried:
+            break
+    return best
+
+
+def between_lines(text: str, facts: Sequence[str], depths: Sequence[float], after: str = "\n") -> str:
+    """Every fact before the line that is at its depth, with `after` behind it."""
+    lines = text.split("\n")
+    at = [round(depth * len(lines)) for depth in depths]
+    parts: list[str] = []
+    for number, line in enumerate([*lines, ""]):
+        here = [fact for fact, place in zip(facts, at, strict=True) if place == number]
+        parts.append("".join(fact + after for fact in here) + line)
+    return "\n".join(parts).removesuffix("\n")

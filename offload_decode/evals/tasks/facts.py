@@ -1,4 +1,5 @@
-"""Facts hidden in a text: a sentence, records of keys and values, a list of words, headers of documents.
+"""Facts hidden in a text: a sentence, records of keys and values, a list of words, headers of documents, a
+pass key.
 
 Records of keys and values are after Liu et al. (arXiv 2307.03172, section 4); the list of words is RULER's
 (arXiv 2404.06654, section 3.3), cut into pieces.
@@ -10,8 +11,10 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offload_decode.common.errors import ConfigError
+from offload_decode.evals.haystack import Material
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question, Task, most_common
+from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Question, Task, most_common, noise
 
 _FIRST_NAMES = (
     "Bruno Clara Dmitri Esther Felix Hugo Irene Jonas Katya Leo Maria Nadia Omar Pablo Rachel Stefan"
@@ -32,7 +35,6 @@ _IN_WORDS = {
 }
 
 
-@dataclass(frozen=True)
 class PlainFact(HiddenFacts):
     """`The secret code for brisk lantern is 48213.`, in a text."""
 
@@ -70,7 +72,6 @@ class KeyValue(HiddenFacts):
         )
 
 
-@dataclass(frozen=True)
 class WordPairs(KeyValue):
     """Keys and values of words instead."""
 
@@ -213,7 +214,6 @@ class DocumentHeader(_Header):
         )
 
 
-@dataclass(frozen=True)
 class OneHeader(_Header):
     """One document, its header at the very start whatever the depth."""
 
@@ -240,5 +240,49 @@ def _lines(header: dict[str, str]) -> str:
     return "".join(f"{field}: {value}\n" for field, value in header.items())
 
 
+_TELL = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+_DIGITS = 5
+_SAMPLE = 200  # sentences of noise whose tokens are counted
+
+
+class Passkey(Task):
+    """A number of five digits among five sentences that repeat, at a depth drawn evenly.
+
+    Quest's protocol (arXiv 2406.10774, section 4.2.2), in the wording of Mohtashami and Jaggi (arXiv
+    2305.16300), which Quest has by way of YaRN.
+
+    In the control the five sentences go on instead. Chance: 1 in 18,000, as many keys as there are.
+    """
+
+    name: ClassVar[str] = "passkey"
+    max_new_tokens: ClassVar[int] = 16
+
+    def context(self, rng: random.Random, material: Material) -> Context:
+        key = words.number(rng, _DIGITS)
+        fact = f"The pass key is {key}. Remember it. {key} is the pass key."
+        size = material.count(_one_line(_SAMPLE)) / _SAMPLE
+        sentences = int((material.tokens - material.count(f"{_TELL}\n\n{fact}\n\n")) / size)
+        if sentences < 1:
+            raise ConfigError(f"{material.tokens:,} tokens do not hold a pass key: take a longer text")
+        before = round(rng.random() * sentences)
+        instead = _one_line(round(material.count(fact) / size))
+        text, control = (
+            "\n".join([_TELL, _one_line(before), middle, _one_line(sentences - before)])
+            for middle in (fact, instead)
+        )
+        question = Question("What is the pass key?", " The pass key is", (key,))
+        return Context(text, control, (question,), (before / sentences,), (material.count(fact),))
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        return words.number(rng, _DIGITS)
+
+
+def _one_line(sentences: int) -> str:
+    return noise(sentences).replace("\n", " ")
+
+
 TASKS: tuple[type[Task], ...]
-TASKS = (PlainFact, KeyValue, WordPairs, CommonWords, DocumentHeader, OneHeader)
+TASKS = (PlainFact, KeyValue, WordPairs, CommonWords, DocumentHeader, OneHeader, Passkey)

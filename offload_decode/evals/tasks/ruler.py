@@ -7,74 +7,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 from math import pi
 from string import ascii_uppercase
 from typing import ClassVar, Literal
 
 from offload_decode.evals.haystack import Material
-from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import (
-    Context,
-    Episode,
-    HiddenFacts,
-    Question,
-    Task,
-    most_common,
-    too_short,
-)
-
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
-_CLOSE = 0.002  # of the tokens: a text that much too short is long enough
-_MOST_TRIES = 8
-_LEAST_RATE = 0.1  # tokens of a piece, whatever was measured
-
-
-def noise(sentences: int) -> str:
-    """The five sentences of RULER over and over, five to a line."""
-    drawn = list(islice(cycle(NOISE), sentences))
-    return "\n".join(" ".join(drawn[at : at + len(NOISE)]) for at in range(0, sentences, len(NOISE)))
-
-
-def fitting(material: Material, tokens: int, write: Callable[[int], str], least: int = 0) -> int:
-    """The number of pieces of which `write` makes a text of at most so many tokens, and hardly fewer.
-
-    The text is written and counted whole a few times. Returns less than `least` where even so few are too
-    many.
-    """
-    before, pieces = (least, material.count(write(least))), least + 16
-    best = least if before[1] <= tokens else least - 1
-    tried = {least}
-    for _ in range(_MOST_TRIES):
-        size = material.count(write(pieces))
-        tried.add(pieces)
-        if size <= tokens:
-            best = max(best, pieces)
-        if 0 <= tokens - size <= _CLOSE * tokens:
-            break
-        rate = max((size - before[1]) / (pieces - before[0]), _LEAST_RATE)
-        before, pieces = (pieces, size), max(least, pieces + int((tokens - size) // rate))
-        if pieces in tried:
-            break
-    return best
-
-
-def between_lines(text: str, facts: Sequence[str], depths: Sequence[float], after: str = "\n") -> str:
-    """Every fact before the line that is at its depth, with `after` behind it."""
-    lines = text.split("\n")
-    at = [round(depth * len(lines)) for depth in depths]
-    parts: list[str] = []
-    for number, line in enumerate([*lines, ""]):
-        here = [fact for fact, place in zip(facts, at, strict=True) if place == number]
-        parts.append("".join(fact + after for fact in here) + line)
-    return "\n".join(parts).removesuffix("\n")
-
+from offload_decode.evals.tasks import base, words
+from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Question, Task
 
 FACT = "One of the special magic numbers for {key} is: {value}."
 ASK = "What is the special magic number for {key} mentioned in the provided text?"
@@ -90,11 +30,7 @@ _INSTRUCTION_ALL = (
     "I will quiz you about the numbers afterwards.\n"
 )
 Kind = Literal["number", "uuid"]
-
-
-def _values(rng: random.Random, kind: Kind, count: int) -> list[str]:
-    draw = words.identifier if kind == "uuid" else words.number
-    return words.distinct(lambda: draw(rng), count)
+_VALUES: dict[Kind, Callable[[random.Random], str]] = {"number": words.number, "uuid": words.identifier}
 
 
 def _hidden(key: str, value: str, kind: Kind) -> tuple[str, Question]:
@@ -124,27 +60,24 @@ class Needle(HiddenFacts):
     distractors: int = 0
 
     def sample(self, rng: random.Random) -> Episode:
-        count = 1 + self.distractors
-        keys = words.keys(rng, count)
-        values = _values(rng, self.kind, count)
+        keys = words.keys(rng, 1 + self.distractors)
+        values = words.distinct(lambda: _VALUES[self.kind](rng), len(keys))
         pairs = [_hidden(key, value, self.kind) for key, value in zip(keys, values, strict=True)]
         return Episode(tuple(fact for fact, _ in pairs), tuple(question for _, question in pairs))
 
 
-@dataclass(frozen=True)
 class NeedleInNoise(Needle):
     """One number for one key, on a line among lines that are all alike."""
 
     name: ClassVar[str] = "niah_single_1"
 
     def haystack(self, material: Material, tokens: int) -> str:
-        return noise(fitting(material, tokens, noise))
+        return base.noise(base.fitting(material, tokens, base.noise))
 
     def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-        return between_lines(haystack, facts, depths)
+        return base.between_lines(haystack, facts, depths)
 
 
-@dataclass(frozen=True)
 class UuidNeedle(Needle):
     """One UUID for one key, in prose."""
 
@@ -173,7 +106,8 @@ class MultiValueNeedle(HiddenFacts):
 
     def sample(self, rng: random.Random) -> Episode:
         key = words.key(rng)
-        return _asked_together([(key, value) for value in _values(rng, "number", self.values)], key)
+        values = words.distinct(lambda: words.number(rng), self.values)
+        return _asked_together([(key, value) for value in values], key)
 
     def ordered(self, depths: list[float]) -> list[float]:
         return sorted(depths)
@@ -190,7 +124,7 @@ class MultiQueryNeedle(HiddenFacts):
 
     def sample(self, rng: random.Random) -> Episode:
         keys = words.keys(rng, self.keys)
-        values = _values(rng, "number", self.keys)
+        values = words.distinct(lambda: words.number(rng), self.keys)
         *most, last = keys
         return _asked_together([*zip(keys, values, strict=True)], f"{', '.join(most)}, and {last}")
 
@@ -208,29 +142,27 @@ class NeedleAmongNeedles(Task):
     def per_context(self) -> int:
         return self.asked
 
-    def key(self, rng: random.Random) -> str:
-        return words.key(rng)
-
     def context(self, rng: random.Random, material: Material) -> Context:
         """As many lines as there is room for. The control has others in place of those asked for."""
         drawn: dict[str, str] = {}
-        instruction = _INSTRUCTION.replace("number", self.kind)
+        draw_key = words.identifier if self.kind == "uuid" else words.key
 
         def more(count: int) -> list[tuple[str, str]]:
             used = set(drawn.values())
             while len(drawn) < count:
-                key, (value,) = self.key(rng), _values(rng, self.kind, 1)
+                key, value = draw_key(rng), _VALUES[self.kind](rng)
                 if key not in drawn and value not in used:
                     used.add(value)
                     drawn[key] = value
             return list(drawn.items())[:count]
 
         def write(pairs: list[tuple[str, str]]) -> str:
-            return instruction + "\n".join(_hidden(*pair, self.kind)[0] for pair in pairs)
+            needles = "\n".join(_hidden(*pair, self.kind)[0] for pair in pairs)
+            return _INSTRUCTION.replace("number", self.kind) + needles
 
-        count = fitting(material, material.tokens, lambda count: write(more(count)), least=self.asked)
+        count = base.fitting(material, material.tokens, lambda count: write(more(count)), least=self.asked)
         if count < self.asked:
-            raise too_short(self, material.tokens)
+            raise base.too_short(self, material.tokens)
         pairs, others = more(count), more(count + self.asked)[count:]
         at = rng.sample(range(count), self.asked)
         control = list(pairs)
@@ -246,19 +178,15 @@ class NeedleAmongNeedles(Task):
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
-        return _values(rng, self.kind, 1)[0]
+        return _VALUES[self.kind](rng)
 
 
-@dataclass(frozen=True)
 class UuidAmongUuids(NeedleAmongNeedles):
     """The same with UUIDs for keys and values."""
 
     name: ClassVar[str] = "niah_multikey_3"
     max_new_tokens: ClassVar[int] = 96
     kind: ClassVar[Kind] = "uuid"
-
-    def key(self, rng: random.Random) -> str:
-        return words.identifier(rng)
 
 
 @dataclass(frozen=True)
@@ -300,10 +228,10 @@ class VariableTracking(HiddenFacts):
         return [depth for at in range(0, len(depths), links) for depth in sorted(depths[at : at + links])]
 
     def haystack(self, material: Material, tokens: int) -> str:
-        return noise(fitting(material, tokens, noise))
+        return base.noise(base.fitting(material, tokens, base.noise))
 
     def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-        return between_lines(haystack, facts, depths, after=" ")
+        return base.between_lines(haystack, facts, depths, after=" ")
 
 
 _SPARE = 60  # words from which the control's are taken
@@ -361,10 +289,10 @@ class CommonWords(Task):
                 + " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
             )
 
-        count = fitting(material, material.tokens, write, least=1)
+        count = base.fitting(material, material.tokens, write, least=1)
         if count < 1:
-            raise too_short(self, material.tokens)
-        return Context(write(count), write(count, instead), (most_common(common),), (None,))
+            raise base.too_short(self, material.tokens)
+        return Context(write(count), write(count, instead), (base.most_common(common),), (None,))
 
     def guess(self, rng: random.Random, question: Question) -> str:
         return ", ".join(islice(words.vocabulary(rng), self.common))
@@ -407,10 +335,10 @@ class FrequentWords(Task):
                 "three most frequently appeared coded words. " + " ".join(listed)
             )
 
-        total = fitting(material, material.tokens, write, least=1)
+        total = base.fitting(material, material.tokens, write, least=1)
         counts = self.counts(total, kinds)
         if counts[self.asked] == counts[self.asked + 1]:  # nobody could say which it was
-            raise too_short(self, material.tokens)
+            raise base.too_short(self, material.tokens)
         asked = "three most frequently appeared words"
         question = Question(
             "Question: Do not provide any explanation. Please ignore the dots '....'. "

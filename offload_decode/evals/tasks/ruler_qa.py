@@ -36,7 +36,7 @@ _MISSES = 200  # documents that are tried for what is left of the room
 
 
 @dataclass(frozen=True)
-class Asked:
+class Item:
     """A question, each way of saying its answer, and documents by number: those that are needed to answer it,
     and others about the same things.
     """
@@ -55,7 +55,7 @@ class Questions:
     sha256: str
     hops: int
     documents: tuple[str, ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[Item, ...]
 
 
 def read(path: str | Path) -> Questions:
@@ -92,8 +92,7 @@ def read(path: str | Path) -> Questions:
         return tuple(dict.fromkeys(numbers.setdefault(document, len(numbers)) for document in documents))
 
     asked = [
-        Asked(question, answers, numbered(needed), numbered(near))
-        for question, answers, needed, near in found
+        Item(question, answers, numbered(needed), numbered(near)) for question, answers, needed, near in found
     ]
     return Questions(Path(path).name, hashlib.sha256(raw).hexdigest(), hops, tuple(numbers), tuple(asked))
 
@@ -113,7 +112,7 @@ def ours(hops: int) -> Questions:
         places = [[at for at, text in enumerate(flat) if part in text] for part in entry["evidence"]]
         if all(places):
             needed = tuple(dict.fromkeys(at for found in places for at in found))
-            asked.append(Asked(entry["question"], tuple(entry["answers"]), needed))
+            asked.append(Item(entry["question"], tuple(entry["answers"]), needed))
     if not asked:
         raise CorpusError("this Python's documentation topics answer none of our questions: give a file")
     digest = hashlib.sha256(raw + "\n".join(documents).encode()).hexdigest()
@@ -281,7 +280,6 @@ class SingleHop(Task):
         return rng.choice(alike).answers[0] if alike else ""
 
 
-@dataclass(frozen=True)
 class MultiHop(SingleHop):
     """Questions that take two documents."""
 
@@ -304,9 +302,9 @@ class _Costs:
     def total(self, taken: Iterable[int]) -> int:
         return sum(map(self.of, taken))
 
-    def chosen(self, asked: Iterable[Asked], count: int, room: int) -> tuple[list[Asked], set[int]]:
+    def chosen(self, asked: Iterable[Item], count: int, room: int) -> tuple[list[Item], set[int]]:
         """The first `count` questions whose documents fit together, and these documents."""
-        chosen: list[Asked] = []
+        chosen: list[Item] = []
         needed: set[int] = set()
         for one in asked:
             if len(chosen) == count:

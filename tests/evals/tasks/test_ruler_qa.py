@@ -12,11 +12,11 @@ import pytest
 
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.evals import tasks
-from offload_decode.evals.haystack import Haystack, Material
+from offload_decode.evals.haystack import Material
 from offload_decode.evals.tasks import ruler_qa
 from offload_decode.evals.tasks.base import Question, normal
 from offload_decode.evals.tasks.ruler_qa import MultiHop, SingleHop, ours, read, task_of
-from tests.tiny import tiny_tokenizer
+from tests.evals.tasks.drawn import material
 
 RAIN = "It rains. " * 20
 IMPOSSIBLE = {"id": "x", "question": "Why?", "answers": [], "is_impossible": True}
@@ -31,11 +31,8 @@ def paragraph(town: str) -> dict[str, Any]:
 SQUAD = {
     "version": "v2.0",
     "data": [
-        {
-            "title": f"Article {article}",
-            "paragraphs": [paragraph(f"{article}{number}") for number in range(6)],
-        }
-        for article in "ABCDE"
+        {"title": f"Article {a}", "paragraphs": [paragraph(f"{a}{number}") for number in range(6)]}
+        for a in "ABCDE"
     ],
 }
 HOTPOT = [
@@ -54,8 +51,8 @@ HOTPOT = [
 ]
 
 
-def material(tokens: int) -> Material:
-    return Material(Haystack("none", "No text."), tiny_tokenizer(), tokens, 0.0)
+def squad_of(asked: Any) -> Any:
+    return {"data": [{"paragraphs": [{"context": "a", "qas": [asked]}]}]}
 
 
 def saved(tmp_path: Path, value: Any) -> Path:
@@ -136,7 +133,7 @@ class Dearer(Material):
 @pytest.mark.parametrize("value", [SQUAD, HOTPOT])
 def test_documents_that_take_more_together_are_fewer(value: Any, tmp_path: Path) -> None:
     task = task_of(read(saved(tmp_path, value)))
-    dearer = Dearer(Haystack("none", "No text."), tiny_tokenizer(), 3500, 0.0)
+    dearer = Dearer(**vars(material(3500)))
     context = task.context(random.Random(1), dearer)
     for text in (context.text, context.control):
         assert 0.9 * 3500 <= dearer.count(text) <= 3500
@@ -208,15 +205,8 @@ def test_the_topics_hold_no_paragraph_twice() -> None:
         ({"data": 3}, "data: "),
         ({"data": [{}]}, r"data\.0\.paragraphs: "),
         ({"data": [{"paragraphs": [{"context": ""}]}]}, r"paragraphs\.0\.context: "),
-        ({"data": [{"paragraphs": [{"context": "a", "qas": [3]}]}]}, r"paragraphs\.0\.qas\.0: "),
-        (
-            {
-                "data": [
-                    {"paragraphs": [{"context": "a", "qas": [{"question": "q", "answers": [{"text": 1}]}]}]}
-                ]
-            },
-            r"answers\.0\.text: ",
-        ),
+        (squad_of(3), r"paragraphs\.0\.qas\.0: "),
+        (squad_of({"question": "q", "answers": [{"text": 1}]}), r"answers\.0\.text: "),
         ({"data": []}, "holds no question"),
         ([], "holds no question"),
         ([{"question": "q"}], r"0\.answer: "),
