@@ -20,7 +20,7 @@ from offload_decode.attention.rows import tensor_view
 from offload_decode.attention.state import attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.selectors.budgeted import Budgeted
@@ -208,7 +208,7 @@ class AttentionDemand(StoredPrefix):
 
         return heard
 
-    def take(self, cache: PrefixCache) -> list[LayerPass]:
+    def take(self, cache: CorpusCache) -> list[LayerPass]:
         """What was asked since this was last called, in its order; `cache` is the conversation's."""
         tails = {layer.index: layer.tail for layer in cache.tails}
         passes = []

@@ -21,8 +21,8 @@ from offload_decode.types import LayerKind, ModelShape
 Layer = PrefixLayer | WindowLayer | KeylessLayer
 
 
-class PrefixCache(RecurrentCache):
-    """A transformers cache behind a prefix; hand it to `generate` or to a model's forward, as `cache`
+class CorpusCache(RecurrentCache):
+    """The transformers cache over a stored corpus; hand it to `generate` or to a model's forward, as `cache`
     or, before transformers 5.24, as `past_key_values`.
     """
 
@@ -57,7 +57,7 @@ class PrefixCache(RecurrentCache):
         dtype: torch.dtype | None = None,
         states: Mapping[int, Sequence[Tensor]] = {},
         positions: Positions = ANYWHERE,
-    ) -> PrefixCache:
+    ) -> CorpusCache:
         """An empty cache behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each local layer,
         `states` those of each recurrent layer after the prefix, `[1, ...]` in the order of its shape, and
         `decoder`, in `dtype`, is the only one that may run behind it, if one is given. `positions` are the
@@ -79,15 +79,15 @@ class PrefixCache(RecurrentCache):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def fork(self, prefix: Prefix) -> PrefixCache:
+    def fork(self, prefix: Prefix) -> CorpusCache:
         """An independent copy that shares the stored parts."""
         layers = [layer.fork(prefix) for layer in self.layers]
-        copy = PrefixCache(layers, self.decoder, self.dtype, self.positions)
+        copy = CorpusCache(layers, self.decoder, self.dtype, self.positions)
         copy.shown = self.shown
         copy.marks, copy._last = dict(self.marks), dict(self._last)
         return copy
 
-    def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> CorpusCache:
         return self.fork(deepcopy(self.prefix, memo))
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.attention import prefix_attention
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import RUNNING, AttentionCall, GraphCache, LatentLayer, WindowLayer
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
 from offload_decode.hf.packed_batch import PackedCache
@@ -286,7 +286,7 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
         return False
     if isinstance(cache, PackedCache):
         return not any(layer.latent for layer in cache.tails)
-    if not isinstance(cache, PrefixCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
+    if not isinstance(cache, CorpusCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
         return False
     mask: Tensor | None = given.get("attention_mask")
     return (mask is None or mask.ndim == 2) and not any(
@@ -295,7 +295,7 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
     )
 
 
-def _attend(cache: PrefixCache | PackedCache, call: AttentionCall) -> Tensor:
+def _attend(cache: CorpusCache | PackedCache, call: AttentionCall) -> Tensor:
     layer = cache.layers[call.layer]
     keys, values = cache.update(call.key, call.value, call.layer)
     if isinstance(layer, WindowLayer):  # one token sees all of the window

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import (
     KV,
     RUNNING,
@@ -34,7 +34,7 @@ from offload_decode.types import AttentionState
 class Segment(NamedTuple):
     """The next `tokens` of the conversation that `cache` holds."""
 
-    cache: PrefixCache
+    cache: CorpusCache
     tokens: int
 
 
@@ -105,7 +105,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         return (layer if isinstance(layer, PackedLayer) else self.tails[0]).get_seq_length()
 
     def check_attended(self) -> None:
-        """Raise as `PrefixCache.check_attended` does; else the pass is over."""
+        """Raise as `CorpusCache.check_attended` does; else the pass is over."""
         for layer in self.tails:
             if layer.unattended or not layer.updated:
                 raise UnsupportedModel(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import KeylessLayer
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.recurrent import States
@@ -28,7 +28,7 @@ _ROUNDING = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # 
 
 
 def run_rows_apart(decoder: Any) -> None:
-    """Let the recurrent layers of a decoder run as they must behind a `PrefixCache`.
+    """Let the recurrent layers of a decoder run as they must behind a `CorpusCache`.
 
     They are called with hidden states, a cache and a mask, and have no registered function that could be
     replaced, as attention has: their `forward` is wrapped.
@@ -168,7 +168,7 @@ def _run(module: Any, inputs: Tensor, probe: Probe) -> Any:
     return _in_sequence(module, inputs, **{**given, **with_cache(module, probe)})
 
 
-class Probe(PrefixCache):
+class Probe(CorpusCache):
     """Nothing but the states of one layer."""
 
     def __init__(self, layer_idx: int):
@@ -177,6 +177,6 @@ class Probe(PrefixCache):
         self.begun = (0, 0)
 
 
-def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PrefixCache | None:
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CorpusCache | None:
     given = (*args, *kwargs.values())
-    return next((one for one in given if isinstance(one, PrefixCache)), None)
+    return next((one for one in given if isinstance(one, CorpusCache)), None)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import OffloadDecodeError, UnsupportedModel
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, Segment, logits_after
@@ -233,12 +233,12 @@ class Trial:
         if not apart > _APART:
             raise _Differs(apart, "the logits of a question do not depend on the tokens before it")
 
-    def prefilled(self, prefix: Tensor) -> PrefixCache:
+    def prefilled(self, prefix: Tensor) -> CorpusCache:
         """Prefilled in chunks, and then opened as the engine does; `prefix` may be empty."""
         stored = _MemoryPrefix(self.shape)
         windows = {layer: _no_kv(self.shape.layers[layer]) for layer in self.shape.local_layers}
         positions = self.lengths.chosen(PREFIX, _QUESTION + _TURN)
-        cache = PrefixCache.over(stored, self.shape, windows, positions=positions)
+        cache = CorpusCache.over(stored, self.shape, windows, positions=positions)
         for part in torch.split(prefix, list(_CHUNKS), dim=1) if prefix.numel() else ():
             self.model.base_model(input_ids=part, use_cache=True, **with_cache(self.model.base_model, cache))
             for layer in cache.tails:
@@ -248,13 +248,13 @@ class Trial:
         windows = {layer: cache.layers[layer].seed for layer in self.shape.local_layers}
         states = {layer: cache.states(layer) for layer in self.shape.state_layers}
         decoder, dtype = self.model.base_model, torch.float32
-        return PrefixCache.over(stored, self.shape, windows, decoder, dtype, states, positions)
+        return CorpusCache.over(stored, self.shape, windows, decoder, dtype, states, positions)
 
-    def _turn(self, step: str, cache: PrefixCache, ids: Tensor, start: int, tokens: int) -> None:
+    def _turn(self, step: str, cache: CorpusCache, ids: Tensor, start: int, tokens: int) -> None:
         self.step = step
         self._compare(cache, ids[:1, start : start + tokens], [(0, start, tokens)])
 
-    def _batch(self, cache: PrefixCache, ids: Tensor) -> None:
+    def _batch(self, cache: CorpusCache, ids: Tensor) -> None:
         lengths = torch.tensor([_QUESTION, _SHORT])
         asked = torch.zeros(2, _QUESTION, dtype=torch.long)
         for row, length in enumerate(lengths.tolist()):
@@ -268,7 +268,7 @@ class Trial:
         self._compare(cache, further, [(row, start + length, 1) for row, start, length in places], mask)
 
     def _compare(
-        self, cache: PrefixCache, ids: Tensor, places: list[tuple[int, int, int]], mask: Tensor | None = None
+        self, cache: CorpusCache, ids: Tensor, places: list[tuple[int, int, int]], mask: Tensor | None = None
     ) -> None:
         positions = None if mask is None else (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
         logits = self._logits(ids, cache, attention_mask=mask, position_ids=positions)

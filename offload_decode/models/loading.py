@@ -20,7 +20,7 @@ from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError, ModelError
 from offload_decode.common.memory import lifted
 from offload_decode.config import STREAMED
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, logits_after
@@ -36,7 +36,7 @@ from offload_decode.selectors.budgets import pass_tokens
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
 
-AnyCache = PrefixCache | PackedCache
+AnyCache = CorpusCache | PackedCache
 
 
 class Padding(NamedTuple):
@@ -97,7 +97,7 @@ class LoadedModel:
         return self.tokenizer
 
     def forward(
-        self, tokens: Tensor, cache: PrefixCache, padding: Padding | None = None, every: bool = False
+        self, tokens: Tensor, cache: CorpusCache, padding: Padding | None = None, every: bool = False
     ) -> Tensor:
         """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32, or those
         of `every` one `[B, T, V]`. Raises `ConfigError` where weights are streamed.
@@ -236,7 +236,7 @@ def _read_weights(source: str, found: list[Path], config: Any, dtype: str) -> tu
 def run_in_passes(
     loaded: LoadedModel,
     tokens: Tensor,
-    cache: PrefixCache,
+    cache: CorpusCache,
     limit: int,
     padding: Padding | None = None,
     every: bool = False,
