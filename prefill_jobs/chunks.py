@@ -78,7 +78,7 @@ def _cache(loaded: LoadedModel, writer: KVStoreWriter, prefix: WrittenPrefix, to
     def batched(arrays: Iterable[NDArray[np.generic]]) -> list[Tensor]:
         return [tensor_view(array)[None].to(loaded.device) for array in arrays]
 
-    shape, positions = loaded.shape, loaded.lengths.held(writer.manifest.rope, total)
+    shape, positions = loaded.shape, loaded.lengths.of_store(writer.manifest.rope, total)
     windows = {}
     for layer in shape.local_layers:
         keys, values = batched(writer.window(layer))

@@ -35,7 +35,7 @@ class Conversation:
         self, loaded: LoadedModel, store: Store, prefix: StoredPrefix, cache: CorpusCache | None = None
     ):
         self.loaded, self.store, self.prefix = loaded, store, prefix
-        self.positions = loaded.lengths.held(store.manifest.rope, store.manifest.n_tokens)
+        self.positions = loaded.lengths.of_store(store.manifest.rope, store.manifest.n_tokens)
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # The tokens after the stored ones that were run.
         self.tokens: list[int] = []

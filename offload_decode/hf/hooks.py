@@ -42,7 +42,8 @@ def activate(model: Any) -> None:
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True)
         run_rows_apart(decoder)
-        hold_rotations(decoder)
+        for module in filter(depends_on_length, decoder.modules()):
+            module.register_forward_hook(_FixedLength(), with_kwargs=True)
         read_in_place(model)
         capture(decoder)
 
@@ -50,15 +51,13 @@ def activate(model: Any) -> None:
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    kind: Any = type(decoder)
-    name = cache_name(kind)
-    if (cache := given.get(name)) is None and (cache := cache_in(given)) is not None:
+    if (cache := cache_in(given)) is not None:
         given = in_its_name(decoder, given)
     if not isinstance(cache, CorpusCache | PackedCache):
         RUNNING.current = Pass()
         _check_kept(decoder, given)
         return None
-    if not isinstance(cache, wanted := cache_class(kind)):
+    if not isinstance(cache, wanted := cache_class(type(decoder))):  # type: ignore[arg-type]
         cache.__class__ = _both(PackedCache if isinstance(cache, PackedCache) else CorpusCache, wanted)
     packed = isinstance(cache, PackedCache)
     _check_model(decoder, given, [segment.cache for segment in cache.segments] if packed else [cache])
@@ -117,11 +116,7 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: CorpusCache) -> Pas
 def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     RUNNING.current = Pass()
     cache = kwargs.get(cache_name(type(decoder)))  # type: ignore[arg-type]  # as `_before` passes it on
-    if isinstance(cache, CorpusCache):
-        embeds = kwargs.get("inputs_embeds")
-        tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
-        cache.check_attended(tokens)
-    elif isinstance(cache, PackedCache):
+    if isinstance(cache, CorpusCache | PackedCache):
         cache.check_attended()
 
 
@@ -301,15 +296,10 @@ def _check_positions(
         )
 
 
-def hold_rotations(decoder: nn.Module) -> None:
-    """Let the rotary embeddings of `decoder` obey `Pass.rotated_for`."""
-    for module in decoder.modules():
-        if depends_on_length(module):
-            module.register_forward_hook(_FixedLength(), with_kwargs=True)
-
-
 class _FixedLength:
-    """A forward hook, with a copy of its module for each length: modules remember the longest they saw."""
+    """A forward hook by which a rotary embedding obeys `Pass.rotated_for`, with a copy of it for each length:
+    modules remember the longest they saw.
+    """
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}

@@ -63,9 +63,8 @@ class PackedCache(Cache):  # type: ignore[misc]
     @cached_property
     def positions(self) -> Tensor:
         """Of the tokens, int64 `[1, total]`."""
-        firsts = (cache.prefix_length + cache.tail_length for cache, _ in self.segments)
-        each = zip(firsts, self.segments, strict=True)
-        return torch.cat([torch.arange(first, first + segment.tokens) for first, segment in each])[None]
+        firsts = ((cache.get_seq_length(), tokens) for cache, tokens in self.segments)
+        return torch.cat([torch.arange(first, first + tokens) for first, tokens in firsts])[None]
 
     @property
     def rotated_for(self) -> int | None:
@@ -139,16 +138,9 @@ class PackedLayer(PassLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor) -> KV:
         """Append `[1, Hkv, total, D]`, each segment to its own KV; the keys returned only tell the layer."""
-        keys, values = key_states, value_states
-        if self.latent:
-            keys = values = torch.cat([key_states, value_states], dim=-1)
-        start = 0
-        for layer, tokens in zip(self.tails, self.tokens, strict=True):
-            own = keys[:, :, start : start + tokens]
-            layer.tail.append(own, own if values is keys else values[:, :, start : start + tokens])
-            if isinstance(layer, LatentLayer):
-                layer.rank = key_states.shape[-1]
-            start += tokens
+        parts = (torch.split(states, self.tokens, dim=2) for states in (key_states, value_states))
+        for layer, keys, values in zip(self.tails, *parts, strict=True):
+            layer.append(keys, values)
         tagged = key_states.view_as(key_states)
         RUNNING.current.updated(self, tagged)
         self.unattended = self.updated = True
@@ -165,7 +157,7 @@ class PackedLayer(PassLayer):
             part = query[:, :, start : start + tokens]
             finishes.append(prefix.begin(self.index, part, scaling, softcap))
             start += tokens
-        parts = zip(self.tails, torch.split(query, list(self.tokens), dim=2), strict=True)
+        parts = zip(self.tails, torch.split(query, self.tokens, dim=2), strict=True)
         generated = _concatenated([_attend_generated(*part, scaling, softcap) for part in parts])
         self.unattended = False
         return (generated, _concatenated([finish() for finish in finishes])) if finishes else (generated,)

@@ -138,7 +138,7 @@ def test_a_check_is_remembered_in_the_process_and_between_processes(tried, monke
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0]
     user_cache._known.clear()
-    monkeypatch.setattr(verify, "_versions", lambda: ("another release",))
+    monkeypatch.setattr(verify, "_code", lambda: "another release")
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
 
