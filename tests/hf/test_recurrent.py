@@ -53,13 +53,18 @@ def state(cache: CorpusCache) -> list[float]:
     return cache.layers[0].states.held["recurrent0"][:, 0].tolist()
 
 
-def test_a_convolution_sees_the_inputs_before_the_pass() -> None:
-    inputs = torch.arange(12.0).reshape(1, 2, 6)
+def test_a_convolution_gets_the_inputs_before_the_pass_as_its_release_asks_for_them() -> None:
+    inputs = torch.arange(14.0).reshape(1, 2, 7)
     states = States()
     first = states.push("conv0", inputs[..., :2], 4)
-    assert first.tolist() == [[[0, 0, 0, 1], [0, 0, 6, 7]]], "nothing came before: zeros"
-    assert torch.equal(states.push("conv0", inputs[..., 2:], 4)[..., 2:], inputs)
-    assert torch.equal(states.held["conv0"], inputs[..., -4:])
+    assert first.tolist() == [[[0, 0, 0, 1], [0, 0, 7, 8]]], "nothing came before: zeros"
+    assert torch.equal(states.push("conv0", inputs[..., 2:6], 4), torch.cat([first, inputs[..., 2:6]], -1))
+    assert torch.equal(states.held["conv0"], inputs[..., 2:6])
+    assert torch.equal(states.push("conv0", inputs[..., 6:], None), inputs[..., 3:])
+    layer = KeylessLayer(0, states)
+    assert layer.conv_states is not None
+    assert torch.equal(layer.conv_states, inputs[..., 3:])
+    assert layer.recurrent_states is None
 
 
 def test_states_are_kept_as_the_models_own_cache_keeps_them() -> None:
@@ -198,14 +203,3 @@ def test_an_output_without_its_one_token_is_given_it_back() -> None:
     for tokens in (1, 3):
         hidden = torch.rand(2, tokens, 4)
         assert torch.equal(_in_sequence(squeezed, hidden), hidden)
-
-
-def test_a_convolution_gets_the_inputs_that_its_release_asks_for() -> None:
-    columns = torch.arange(5.0).reshape(1, 1, 5)
-    states = States()
-    assert states.push("conv0", columns[..., :2], 3).tolist() == [[[0, 0, 1]]]
-    assert states.push("conv0", columns[..., 2:4], 3).tolist() == [[[0, 0, 1, 2, 3]]]
-    assert states.push("conv0", columns[..., 4:], None).tolist() == [[[2, 3, 4]]]
-    layer = KeylessLayer(0, states)
-    assert layer.conv_states.tolist() == [[[2, 3, 4]]]
-    assert layer.recurrent_states is None
