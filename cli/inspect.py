@@ -68,11 +68,11 @@ def _store_fields(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, obje
 
 
 def _facts(store: KVStore) -> list[tuple[str, str]]:
-    from offload_decode.hf.positions import told_of
+    from offload_decode.hf.positions import describe_positions
 
     manifest = store.manifest
     given = [f", {name} {value}" for name, value in manifest.prefill.items() if name not in _TOLD]
-    positions = told_of(manifest.rope, manifest.n_tokens)
+    positions = describe_positions(manifest.rope, manifest.n_tokens)
     weights, keys, values = manifest.weights, manifest.kv["keys"], manifest.kv["values"]
     quantised = ": the keys and values are the quantised model's"
     tokens, samples = _short(manifest.token_hash), f"{manifest.n_samples:,}"

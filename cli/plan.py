@@ -145,7 +145,7 @@ def _counts(planned: Plan) -> str:
     layers = len(shape.full_layers)
     if outline.packed:
         whole = sizes.weights_bytes(replace(outline, format=""), "auto")
-        weights = [(FORMATS[outline.format].said, outline.packed), (outline.dtype, whole)]
+        weights = [(FORMATS[outline.format].name, outline.packed), (outline.dtype, whole)]
     else:
         weights = [
             (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
@@ -157,7 +157,7 @@ def _counts(planned: Plan) -> str:
         for page in (16, 32, 64)
         for kind in PAGE_METADATA
     ]
-    positions = outline.lengths.told(outline.lengths.chosen(tokens))
+    positions = outline.lengths.describe(outline.lengths.chosen(tokens))
     given = (shape, tokens, request.kv, outline.dtype)
     costs = {kind: sizes.index_costs(kind, *given) for kind in usable()}
     indexes = [(kind, layers * (cost.memory or cost.file)) for kind, cost in costs.items()]

@@ -143,7 +143,7 @@ def append_tokens(
     with Peak() as peak:
         if documents:
             method = method_of(earlier)
-            loaded.lengths.held(earlier.manifest.rope, before).check(before + len(tokens) + 1)
+            loaded.lengths.of_store(earlier.manifest.rope, before).check(before + len(tokens) + 1)
             tell_of_indexer(loaded.model.config, before + len(tokens))
             whole = np.concatenate([earlier.tokens, np.asarray(tokens, np.int32)])
             chunk = method.options.chunk

@@ -26,7 +26,7 @@ from offload_decode.attention.dense import attend_blocks, serves_bf16
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import Rows, numpy_view, tensor_view
 from offload_decode.attention.transfers import HostCopy, to_device
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.kv.host_cache import BLOCK_TOKENS
 from offload_decode.kv.placement import QUEUED
@@ -73,19 +73,19 @@ def prefill_chunks(
     progress("publish", 0, 1)
 
 
-def _cache(loaded: LoadedModel, writer: KVStoreWriter, prefix: WrittenPrefix, total: int) -> PrefixCache:
+def _cache(loaded: LoadedModel, writer: KVStoreWriter, prefix: WrittenPrefix, total: int) -> CorpusCache:
     """A cache behind what is written so far, for `total` tokens in the end."""
 
     def batched(arrays: Iterable[NDArray[np.generic]]) -> list[Tensor]:
         return [tensor_view(array)[None].to(loaded.device) for array in arrays]
 
-    shape, positions = loaded.shape, loaded.lengths.held(writer.manifest.rope, total)
+    shape, positions = loaded.shape, loaded.lengths.of_store(writer.manifest.rope, total)
     windows = {}
     for layer in shape.local_layers:
         keys, values = batched(writer.window(layer))
         windows[layer] = keys, values
     states = {layer: batched(writer.states(layer) or ()) for layer in shape.state_layers}
-    return PrefixCache.over(prefix, shape, windows, states=states, positions=positions)
+    return CorpusCache.over(prefix, shape, windows, states=states, positions=positions)
 
 
 class WrittenPrefix:
@@ -107,13 +107,13 @@ class WrittenPrefix:
         self._submitted: dict[int, Future[None] | None] = {}  # the last write of each layer
         self._appended: set[int] = set()  # layers whose KV of this chunk is submitted
         self._sampled: dict[int, int] = {}  # by layer, the length before its last samples
-        self._cache: PrefixCache | None = None
+        self._cache: CorpusCache | None = None
         self._gpu: GPUBlocks | None = None
         if device.type == "cuda" and self.shape.full_layers:
             last = (writer.manifest.n_tokens - 1) // method.options.chunk * method.options.chunk
             self._gpu = GPUBlocks(self.shape.full_layers, self._stored, last, device)
 
-    def begin_chunk(self, cache: PrefixCache) -> None:
+    def begin_chunk(self, cache: CorpusCache) -> None:
         self._cache = cache
         self._appended.clear()
         if self._gpu is not None:

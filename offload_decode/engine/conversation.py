@@ -16,7 +16,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Watch
 from offload_decode.engine.sampler import Pieces, Sampler, decode
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
 from offload_decode.models.prompt import Prompt
@@ -32,10 +32,10 @@ class Conversation:
     """
 
     def __init__(
-        self, loaded: LoadedModel, store: Store, prefix: StoredPrefix, cache: PrefixCache | None = None
+        self, loaded: LoadedModel, store: Store, prefix: StoredPrefix, cache: CorpusCache | None = None
     ):
         self.loaded, self.store, self.prefix = loaded, store, prefix
-        self.positions = loaded.lengths.held(store.manifest.rope, store.manifest.n_tokens)
+        self.positions = loaded.lengths.of_store(store.manifest.rope, store.manifest.n_tokens)
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # The tokens after the stored ones that were run.
         self.tokens: list[int] = []
@@ -230,7 +230,7 @@ class Conversation:
         finally:
             self._lock.release()
 
-    def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
+    def _cache_behind(self, prefix: StoredPrefix) -> CorpusCache:
         def sent(array: Any) -> Tensor:
             return tensor_view(array)[None].to(self.loaded.device)
 
@@ -239,7 +239,7 @@ class Conversation:
         windows = {layer: (sent(keys), sent(values)) for layer, (keys, values) in near.items()}
         states = {layer: [sent(one.copy()) for one in store.states(layer)] for layer in shape.state_layers}
         decoder, dtype = self.loaded.model.base_model, DTYPES[self.loaded.dtype]
-        return PrefixCache.over(prefix, shape, windows, decoder, dtype, states, self.positions)
+        return CorpusCache.over(prefix, shape, windows, decoder, dtype, states, self.positions)
 
 
 def _ids(tokens: Sequence[int] | Tensor) -> list[int]:

@@ -18,7 +18,7 @@ from offload_decode.engine.citations import cite
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.sampler import Sampler
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import generate_name
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.kv.host_cache import HostKV
@@ -75,7 +75,7 @@ class Engine(Conversation):
         host = HostKV(opened, loaded.device, config.attend, config.device_cache)
         return cls(loaded, opened, StoredPrefix.over(host, loaded.shape, config.selector, config.options))
 
-    def new_cache(self) -> PrefixCache:
+    def new_cache(self) -> CorpusCache:
         """An empty tail behind the stored prefix, for a loop of your own or `generate(cache=…)`, which is
         `past_key_values=` before transformers 5.24.
         """

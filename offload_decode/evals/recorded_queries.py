@@ -20,7 +20,7 @@ from offload_decode.attention.rows import tensor_view
 from offload_decode.attention.state import attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.selectors.budgeted import Budgeted
@@ -185,7 +185,7 @@ class AttentionDemand(StoredPrefix):
 
         return finished
 
-    def take(self, cache: PrefixCache) -> list[tuple[Call, Tensor]]:
+    def take(self, cache: CorpusCache) -> list[tuple[Call, Tensor]]:
         """The calls since this was last called, in their order, each with the share `[H, T]` (float64, on the
         CPU) of its attention that goes to the tail, that is, to the tokens behind the stored ones; `cache` is
         the conversation's.

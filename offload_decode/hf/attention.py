@@ -69,14 +69,13 @@ def prefix_attention(
         _refuse_unknown(module, others)
         if run.positions is not None:
             query = _temperature_at(module, query, run.positions, layer.get_seq_length() - query.shape[2])
-    heads: LatentHeads | None = None
+    stored_query, expand = query, _as_it_is
     if latent is not None and isinstance(layer, LatentLayer | PackedLayer):
         heads = LatentHeads(module, latent, query)
-    stored_query = query if heads is None else heads.absorb(query)
+        stored_query, expand = heads.absorb(query), heads.expand
     if isinstance(layer, PackedLayer):
-        states = layer.attend(stored_query, scaling, softcap)
-        state = reduce(merge_states, states if heads is None else map(heads.expand, states))
-        return _finished(state, s_aux, query, ours=True)
+        states = [expand(part) for part in layer.attend(stored_query, scaling, softcap)]
+        return _finished(reduce(merge_states, states), s_aux, query, ours=True)
     # Where the mask has the one entry of `generated_mask`, the position alone says what a token sees. Some
     # models cut the keys, and the mask with them. Keys from no layer are those of the tokens.
     places: Places | None = None
@@ -95,12 +94,15 @@ def prefix_attention(
         if part is None:
             generated = attend_dense(query, key, value, scaling, attention_mask, softcap, places)
         else:
-            generated = part if heads is None else heads.expand(part)
-        stored = finish()
-        state = merge_states(generated, stored if heads is None else heads.expand(stored))
+            generated = expand(part)
+        state = merge_states(generated, expand(finish()))
     if layer is not None:
         layer.unattended = False
     return _finished(state, s_aux, query, ours=layer is not None)
+
+
+def _as_it_is(state: AttentionState) -> AttentionState:
+    return state
 
 
 def _temperature_at(module: Any, query: Tensor, positions: Tensor, first: int) -> Tensor:

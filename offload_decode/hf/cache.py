@@ -18,17 +18,15 @@ from offload_decode.hf.recurrent import RecurrentCache, States
 from offload_decode.kv.generated import Prefix
 from offload_decode.types import LayerKind, ModelShape
 
-Layer = PrefixLayer | WindowLayer | KeylessLayer
 
-
-class PrefixCache(RecurrentCache):
-    """A transformers cache behind a prefix; hand it to `generate` or to a model's forward, as `cache`
+class CorpusCache(RecurrentCache):
+    """The transformers cache over a stored corpus; hand it to `generate` or to a model's forward, as `cache`
     or, before transformers 5.24, as `past_key_values`.
     """
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[GeneratedLayer | KeylessLayer],
         decoder: object = None,
         dtype: torch.dtype | None = None,
         positions: Positions = ANYWHERE,
@@ -44,8 +42,8 @@ class PrefixCache(RecurrentCache):
         self.shown: Tensor | None = None
         # The mask of the next pass, where it is known to show all stored tokens: a million are not read.
         self.shows_prefix: Tensor | None = None
-        # The thread that runs a pass, and how many tokens were generated before it.
-        self.begun: tuple[int, int] | None = None
+        # The thread that runs a pass, and how many tokens are generated before it and with it.
+        self.begun: tuple[int, int, int] | None = None
 
     @classmethod
     def over(
@@ -57,13 +55,13 @@ class PrefixCache(RecurrentCache):
         dtype: torch.dtype | None = None,
         states: Mapping[int, Sequence[Tensor]] = {},
         positions: Positions = ANYWHERE,
-    ) -> PrefixCache:
+    ) -> CorpusCache:
         """An empty cache behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each local layer,
         `states` those of each recurrent layer after the prefix, `[1, ...]` in the order of its shape, and
         `decoder`, in `dtype`, is the only one that may run behind it, if one is given. `positions` are the
         store's.
         """
-        layers: list[Layer] = []
+        layers: list[GeneratedLayer | KeylessLayer] = []
         for index, layer in enumerate(shape.layers):
             dtypes = {state.name: DTYPES[state.dtype] for state in layer.states}
             first = States(dict(zip(dtypes, states.get(index, ()), strict=False)), dtypes) if dtypes else None
@@ -76,18 +74,15 @@ class PrefixCache(RecurrentCache):
                 layers.append(KeylessLayer(index, first))
         return cls(layers, decoder, dtype, positions)
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def fork(self, prefix: Prefix) -> PrefixCache:
+    def fork(self, prefix: Prefix) -> CorpusCache:
         """An independent copy that shares the stored parts."""
         layers = [layer.fork(prefix) for layer in self.layers]
-        copy = PrefixCache(layers, self.decoder, self.dtype, self.positions)
+        copy = CorpusCache(layers, self.decoder, self.dtype, self.positions)
         copy.shown = self.shown
         copy.marks, copy._last = dict(self.marks), dict(self._last)
         return copy
 
-    def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> CorpusCache:
         return self.fork(deepcopy(self.prefix, memo))
 
     @property
@@ -105,8 +100,7 @@ class PrefixCache(RecurrentCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Stored and generated tokens."""
-        layer = self._keyed[layer_idx]
-        return int(layer.prefix.length + layer.tail.length)
+        return int(self._keyed[layer_idx].get_seq_length())
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The keys that a mask covers, and where they begin: every query may see the rest of the prefix."""
@@ -170,9 +164,9 @@ class PrefixCache(RecurrentCache):
 
     def kept(self, tail_length: int) -> int:
         """The most tokens after the prefix, `tail_length` or fewer, that `cut` can keep."""
-        if tail_length >= self.tail_length:
-            return self.tail_length
-        return self.known_states(tail_length) if self.recurrent else tail_length
+        if tail_length >= self.tail_length or not self.recurrent:
+            return min(tail_length, self.tail_length)
+        return max((mark for mark in (*self.marks, *self._last) if mark <= tail_length), default=0)
 
     def trim(self) -> None:
         """Free the room for more tokens: the next pass allocates it again."""
@@ -186,8 +180,8 @@ class PrefixCache(RecurrentCache):
 
     def begin(self, rows: int, tokens: int) -> None:
         """A pass of so many sequences and tokens begins."""
-        length = self.tails[0].tail.length
-        self.begun = threading.get_ident(), length
+        length = self.tail_length
+        self.begun = threading.get_ident(), length, length + tokens
         if self.recurrent:
             self.mark_states(length, rows, tokens)
 
@@ -211,7 +205,7 @@ class PrefixCache(RecurrentCache):
         """Undo a pass that was interrupted. Raises `ConfigError` in another thread."""
         if self.begun is None:
             return
-        thread, length = self.begun
+        thread, length, _ = self.begun
         if thread != threading.get_ident():
             raise ConfigError(
                 "another thread runs a pass over this cache, or was interrupted in one: give each thread "
@@ -247,11 +241,11 @@ class PrefixCache(RecurrentCache):
         behind = earlier + tokens if shown is None else int(shown.sum(-1).max())
         self.positions.check(self.prefix_length + behind)
 
-    def check_attended(self, tokens: int) -> None:
-        """The pass is over: raise if `tokens` new keys of a layer never reached the registered attention."""
+    def check_attended(self) -> None:
+        """The pass is over: raise if new keys of a layer never reached the registered attention."""
         assert self.begun is not None
         for layer in self.tails:
-            if layer.unattended or layer.tail.length != self.begun[1] + tokens:
+            if layer.unattended or layer.tail.length != self.begun[2]:
                 raise UnsupportedModel(
                     f"layer {layer.index} attended without its stored prefix: the model does not pass the "
                     "cache's keys to the registered attention function, or runs with gradient checkpointing"

@@ -114,11 +114,15 @@ class GeneratedLayer(_Layer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> KV:
         """Append `[B, Hkv, T, D]`; returns what the attention call receives, and is known by."""
-        self.tail.append(key_states, value_states)
+        self.append(key_states, value_states)
         keys, values = self.visible()
         RUNNING.current.updated(self, keys)
         self.unattended = True
         return keys, values
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Let them join the generated KV."""
+        self.tail.append(key_states, value_states)
 
     def visible(self) -> KV:
         """Keys and values for the attention call."""
@@ -155,11 +159,11 @@ class LatentLayer(PrefixLayer):
 
     rank = 0  # of the latents, known from the first on
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> KV:
-        """Append latents `[B, 1, T, rank]` and rotary parts `[B, 1, T, rotary]`; returns those so far."""
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Latents `[B, 1, T, rank]` and rotary parts `[B, 1, T, rotary]`."""
         self.rank = key_states.shape[-1]
         rows = torch.cat([key_states, value_states], dim=-1)
-        return super().update(rows, rows)
+        self.tail.append(rows, rows)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Zeros `[B, S, D]` for an indexer of the model's own, whose choice is not used behind a prefix."""
@@ -276,9 +280,6 @@ class GraphCache(Cache):  # type: ignore[misc]
     def __init__(self, layers: int, seen: int, attend: Attend):
         super().__init__(layers=[GraphLayer(index, seen, attend) for index in range(layers)])
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> KV:
-        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.layers[layer_idx].get_seq_length()  # type: ignore[no-any-return]
 
@@ -290,7 +291,7 @@ class GraphLayer(PassLayer):
         self.index, self._seen, self._attend = index, seen, attend
         self._given: KV | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> KV:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> KV:
         tagged = key_states.view_as(key_states)
         self._given = tagged, value_states
         RUNNING.current.updated(self, tagged)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.common.errors import ConfigError, ModelError, UnsupportedModel
 from offload_decode.kv.placement import RESERVE
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -69,6 +69,14 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
 
 
+def stored_dtype(dtype: Any) -> str:
+    """The name of a torch dtype; `ModelError` for one in which no model is stored."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"a model in {name} cannot be stored; load it as one of: {', '.join(DTYPES)}")
+    return name
+
+
 def pick_device(device: str) -> torch.device:
     """`auto` is a CUDA device where there is one."""
     if device == "auto":
@@ -108,12 +116,11 @@ def text_of(config: Any) -> Any:
         text = _plain(text, _SAME[text.model_type])
     if text.model_type == config.model_type:
         return text
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"):
+    # Of the wrapper, whose class has the output layer, and ties it or not.
+    own = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
+    for name in own:
         if getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
-    # The wrapper's class has the output layer, and ties it or not.
-    if getattr(config, "tie_word_embeddings", None) is not None:
-        text.tie_word_embeddings = config.tie_word_embeddings
     if text.dtype is None:
         text.dtype = config.dtype
     text._name_or_path = config._name_or_path

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from copy import copy, deepcopy
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.attention import prefix_attention
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import RUNNING, AttentionCall, GraphCache, LatentLayer, WindowLayer
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
 from offload_decode.hf.packed_batch import PackedCache
@@ -42,6 +42,8 @@ _MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_log
 _ARGUMENTS = ("input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", *CACHE_NAMES)
 Shape = tuple[int, int, int]
 """Sequences, tokens, sequences of positions."""
+Forward = Callable[[Tensor, Tensor, GraphCache], Any]
+"""The output for `ids [B, T]` at `positions [B or 1, T]`, with nothing in the cache."""
 
 
 class _Stop(NamedTuple):
@@ -56,7 +58,7 @@ class GraphPass:
     tensors are the same ones every time, so only one caller at a time may run it.
     """
 
-    def __init__(self, forward: Callable[..., Any], layers: int, ids: Tensor, positions: Tensor, pool: Any):
+    def __init__(self, forward: Forward, layers: int, ids: Tensor, positions: Tensor, pool: Any):
         self._ids, self._positions = ids.clone(), positions.clone()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._stops: list[_Stop] = []
@@ -64,7 +66,7 @@ class GraphPass:
         cache = GraphCache(layers, int(positions.max()), self._stopped)
         self._begin()
         try:
-            self.output = passed(forward, self._ids, self._positions, cache)
+            self.output = forward(self._ids, self._positions, cache)
         except BaseException:
             with suppress(RuntimeError):  # a forbidden operation has ended it already
                 self._graphs[-1].capture_end()
@@ -102,13 +104,6 @@ class GraphPass:
         self._graphs.append(torch.cuda.CUDAGraph())
         # Other threads may use a device meanwhile.
         self._graphs[-1].capture_begin(self._pool, capture_error_mode="thread_local")
-
-
-def passed(forward: Callable[..., Any], ids: Tensor, positions: Tensor, cache: GraphCache) -> Any:
-    """The output of `forward` for `ids [B, T]` at `positions [B or 1, T]`, with nothing in the cache."""
-    # A prepared mask is passed on as it is, and no attention looks at it.
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    return forward(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True)
 
 
 class Snapshot:
@@ -166,10 +161,9 @@ class GraphForward:
         return other
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        if args or self.refused is not None or not _serves(self.decoder.config, given):
+        served = not args and self.refused is None and _serves(self.decoder.config, given)
+        if not served or not self._busy.acquire(blocking=False):
             return self.__wrapped__(*args, **given)
-        if not self._busy.acquire(blocking=False):
-            return self.__wrapped__(**given)
         try:
             ids, positions, cache = given["input_ids"], given["position_ids"], cache_in(given)
             held = self._pass(ids, positions)
@@ -177,24 +171,22 @@ class GraphForward:
                 return self.__wrapped__(**given)
             output = copy(held.output)
             setattr(output, cache_name(type(self.decoder)), cache)  # type: ignore[arg-type]
-            with self._in_turn(ids.device):
+            # Passes on other streams use the same tensors.
+            stream = torch.cuda.current_stream(ids.device)
+            if self._done is not None:
+                stream.wait_event(self._done)
+            try:
                 output.last_hidden_state = held.run(ids, positions, functools.partial(_attend, cache))
+            finally:
+                self._done = stream.record_event(self._done)
             return output
         finally:
             self._busy.release()
 
-    @contextmanager
-    def _in_turn(self, device: torch.device) -> Iterator[None]:
-        """Wait for passes on other streams: all use the same tensors."""
-        stream = torch.cuda.current_stream(device)
-        if self._done is not None:
-            stream.wait_event(self._done)
-        try:
-            yield
-        finally:
-            self._done = stream.record_event(self._done)
-
-    def _forward(self, *, cache: GraphCache, **given: Any) -> Any:
+    def _forward(self, ids: Tensor, positions: Tensor, cache: GraphCache) -> Any:
+        # A prepared mask is passed on as it is, and no attention looks at it.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+        given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": True}
         return self.__wrapped__(**given, **with_cache(self.decoder, cache))
 
     def _pass(self, ids: Tensor, positions: Tensor) -> GraphPass | None:
@@ -225,7 +217,7 @@ class GraphForward:
             try:
                 # Once before the recording, so that libraries have allocated what their first call takes.
                 seen = int(positions.max())
-                passed(self._forward, ids, positions, GraphCache(layers, seen, _stand_in))
+                self._forward(ids, positions, GraphCache(layers, seen, _stand_in))
                 captured = GraphPass(self._forward, layers, ids, positions, self._pool)
                 self.refused = self._difference(captured, ids, positions, layers)
             except Exception as error:  # noqa: BLE001  # whatever a model does with a cache it does not know
@@ -241,7 +233,7 @@ class GraphForward:
         """How states of smaller ids and positions, which all tables have, differ from plain ones; or None."""
         others, places = ids // 2, positions // 2
         cache = GraphCache(layers, int(places.max()), _stand_in)
-        true = passed(self._forward, others, places, cache).last_hidden_state.float()
+        true = self._forward(others, places, cache).last_hidden_state.float()
         replayed = captured.run(others, places, _stand_in).float()
         apart = float(((true - replayed).norm(dim=-1) / true.norm(dim=-1)).max())
         if apart <= _ROUNDING.get(captured.output.last_hidden_state.dtype, 0.0):
@@ -286,7 +278,7 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
         return False
     if isinstance(cache, PackedCache):
         return not any(layer.latent for layer in cache.tails)
-    if not isinstance(cache, PrefixCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
+    if not isinstance(cache, CorpusCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
         return False
     mask: Tensor | None = given.get("attention_mask")
     return (mask is None or mask.ndim == 2) and not any(
@@ -295,7 +287,7 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
     )
 
 
-def _attend(cache: PrefixCache | PackedCache, call: AttentionCall) -> Tensor:
+def _attend(cache: CorpusCache | PackedCache, call: AttentionCall) -> Tensor:
     layer = cache.layers[call.layer]
     keys, values = cache.update(call.key, call.value, call.layer)
     if isinstance(layer, WindowLayer):  # one token sees all of the window

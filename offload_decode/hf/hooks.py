@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.attention import NAME, NOT_BOOL, generated_mask, prefix_attention
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import RUNNING, Pass
 from offload_decode.hf.compat import cache_in, cache_name, in_its_name
 from offload_decode.hf.cuda_graphs import capture
@@ -42,7 +42,8 @@ def activate(model: Any) -> None:
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True)
         run_rows_apart(decoder)
-        hold_rotations(decoder)
+        for module in filter(depends_on_length, decoder.modules()):
+            module.register_forward_hook(_FixedLength(), with_kwargs=True)
         read_in_place(model)
         capture(decoder)
 
@@ -50,23 +51,21 @@ def activate(model: Any) -> None:
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    kind: Any = type(decoder)
-    name = cache_name(kind)
-    if (cache := given.get(name)) is None and (cache := cache_in(given)) is not None:
+    if (cache := cache_in(given)) is not None:
         given = in_its_name(decoder, given)
-    if not isinstance(cache, PrefixCache | PackedCache):
+    if not isinstance(cache, CorpusCache | PackedCache):
         RUNNING.current = Pass()
         _check_kept(decoder, given)
         return None
-    if not isinstance(cache, wanted := cache_class(kind)):
-        cache.__class__ = _both(PackedCache if isinstance(cache, PackedCache) else PrefixCache, wanted)
+    if not isinstance(cache, wanted := cache_class(type(decoder))):  # type: ignore[arg-type]
+        cache.__class__ = _both(PackedCache if isinstance(cache, PackedCache) else CorpusCache, wanted)
     packed = isinstance(cache, PackedCache)
     _check_model(decoder, given, [segment.cache for segment in cache.segments] if packed else [cache])
     RUNNING.current = (_begin_packed if packed else _begin)(decoder, given, cache)
     return (), given
 
 
-def _begin(decoder: nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pass:
+def _begin(decoder: nn.Module, given: dict[str, Any], cache: CorpusCache) -> Pass:
     """A pass behind one prefix: the cache, the mask and the positions agree on where its tokens stand."""
     if cache.begun is not None:
         cache.take_back()
@@ -117,11 +116,7 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pas
 def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     RUNNING.current = Pass()
     cache = kwargs.get(cache_name(type(decoder)))  # type: ignore[arg-type]  # as `_before` passes it on
-    if isinstance(cache, PrefixCache):
-        embeds = kwargs.get("inputs_embeds")
-        tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
-        cache.check_attended(tokens)
-    elif isinstance(cache, PackedCache):
+    if isinstance(cache, CorpusCache | PackedCache):
         cache.check_attended()
 
 
@@ -177,7 +172,7 @@ def check_ids(ids: Tensor, model: Any) -> None:
         )
 
 
-def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCache]) -> None:
+def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[CorpusCache]) -> None:
     """The decoder is that of the caches, as it was when it was opened, and attends to the stored tokens."""
     config = decoder.config
     use_cache, weights = given.get("use_cache"), given.get("output_attentions")
@@ -214,7 +209,7 @@ def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCac
             )
 
 
-def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
+def _shown(mask: Tensor, cache: CorpusCache, rows: int, tokens: int) -> Tensor:
     """The columns of a 2-D mask after the prefix, checked: bool `[B, tail + T]`."""
     prefix, tail = cache.prefix_length, cache.tail_length
     if mask.shape[1] != (whole := prefix + tail + tokens):
@@ -240,7 +235,7 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     return shown
 
 
-def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
+def _prepared(mask: Tensor, cache: CorpusCache, rows: int, tokens: int) -> Tensor:
     """A 4-D mask without its columns of the prefix."""
     prefix, tail = cache.prefix_length, cache.tail_length
     if mask.dtype != torch.bool:
@@ -269,7 +264,7 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
 
 
 def _check_positions(
-    positions: Tensor | None, shown: Tensor | None, cache: PrefixCache, rows: int, tokens: int
+    positions: Tensor | None, shown: Tensor | None, cache: CorpusCache, rows: int, tokens: int
 ) -> None:
     """A shown token stands behind all that are shown before it; the positions of padding do not matter."""
     if shown is None and cache.shown is not None:
@@ -301,15 +296,10 @@ def _check_positions(
         )
 
 
-def hold_rotations(decoder: nn.Module) -> None:
-    """Let the rotary embeddings of `decoder` obey `Pass.rotated_for`."""
-    for module in decoder.modules():
-        if depends_on_length(module):
-            module.register_forward_hook(_FixedLength(), with_kwargs=True)
-
-
 class _FixedLength:
-    """A forward hook, with a copy of its module for each length: modules remember the longest they saw."""
+    """A forward hook by which a rotary embedding obeys `Pass.rotated_for`, with a copy of it for each length:
+    modules remember the longest they saw.
+    """
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}

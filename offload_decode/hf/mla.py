@@ -59,11 +59,11 @@ def tell_of_indexer(config: Any, tokens: int) -> None:
     """Warn where a model's own indexer would choose among so many stored tokens: here it is not asked."""
     most = getattr(config, "index_topk", None)
     if isinstance(most, int) and tokens > most:
-        told = (
+        message = (
             f"This model learned to attend to the {most:,} tokens that an indexer of its own chooses. Here "
             "it is not asked: a prefill attends to all tokens, an answer to those that the selector chooses."
         )
-        warnings.warn(OffloadDecodeWarning(told), stacklevel=3)
+        warnings.warn(OffloadDecodeWarning(message), stacklevel=3)
 
 
 class LatentHeads:

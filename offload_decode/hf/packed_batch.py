@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import (
     KV,
     RUNNING,
@@ -34,7 +34,7 @@ from offload_decode.types import AttentionState
 class Segment(NamedTuple):
     """The next `tokens` of the conversation that `cache` holds."""
 
-    cache: PrefixCache
+    cache: CorpusCache
     tokens: int
 
 
@@ -63,9 +63,8 @@ class PackedCache(Cache):  # type: ignore[misc]
     @cached_property
     def positions(self) -> Tensor:
         """Of the tokens, int64 `[1, total]`."""
-        firsts = (cache.prefix_length + cache.tail_length for cache, _ in self.segments)
-        each = zip(firsts, self.segments, strict=True)
-        return torch.cat([torch.arange(first, first + segment.tokens) for first, segment in each])[None]
+        firsts = ((cache.get_seq_length(), tokens) for cache, tokens in self.segments)
+        return torch.cat([torch.arange(first, first + tokens) for first, tokens in firsts])[None]
 
     @property
     def rotated_for(self) -> int | None:
@@ -105,7 +104,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         return (layer if isinstance(layer, PackedLayer) else self.tails[0]).get_seq_length()
 
     def check_attended(self) -> None:
-        """Raise as `PrefixCache.check_attended` does; else the pass is over."""
+        """Raise as `CorpusCache.check_attended` does; else the pass is over."""
         for layer in self.tails:
             if layer.unattended or not layer.updated:
                 raise UnsupportedModel(
@@ -139,16 +138,9 @@ class PackedLayer(PassLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor) -> KV:
         """Append `[1, Hkv, total, D]`, each segment to its own KV; the keys returned only tell the layer."""
-        keys, values = key_states, value_states
-        if self.latent:
-            keys = values = torch.cat([key_states, value_states], dim=-1)
-        start = 0
-        for layer, tokens in zip(self.tails, self.tokens, strict=True):
-            own = keys[:, :, start : start + tokens]
-            layer.tail.append(own, own if values is keys else values[:, :, start : start + tokens])
-            if isinstance(layer, LatentLayer):
-                layer.rank = key_states.shape[-1]
-            start += tokens
+        parts = (torch.split(states, self.tokens, dim=2) for states in (key_states, value_states))
+        for layer, keys, values in zip(self.tails, *parts, strict=True):
+            layer.append(keys, values)
         tagged = key_states.view_as(key_states)
         RUNNING.current.updated(self, tagged)
         self.unattended = self.updated = True
@@ -165,7 +157,7 @@ class PackedLayer(PassLayer):
             part = query[:, :, start : start + tokens]
             finishes.append(prefix.begin(self.index, part, scaling, softcap))
             start += tokens
-        parts = zip(self.tails, torch.split(query, list(self.tokens), dim=2), strict=True)
+        parts = zip(self.tails, torch.split(query, self.tokens, dim=2), strict=True)
         generated = _concatenated([_attend_generated(*part, scaling, softcap) for part in parts])
         self.unattended = False
         return (generated, _concatenated([finish() for finish in finishes])) if finishes else (generated,)

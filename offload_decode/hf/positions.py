@@ -97,7 +97,7 @@ class Lengths:
             context = min(room, default=CONTEXT)
         return self._rotated_for(tokens + context)
 
-    def held(self, rope: Mapping[str, Any], tokens: int) -> Positions:
+    def of_store(self, rope: Mapping[str, Any], tokens: int) -> Positions:
         """The positions of a store of `tokens` by its manifest's `rope`. Raises `StoreMismatch`."""
         if not self.matter:
             return Positions(most=self.table)
@@ -111,7 +111,7 @@ class Lengths:
             )
         return positions
 
-    def told(self, positions: Positions) -> str:
+    def describe(self, positions: Positions) -> str:
         """A store's positions as part of a sentence; empty where there is nothing to say."""
         length = f"{positions.length or 0:,}"
         if positions.length is None:
@@ -152,11 +152,11 @@ def lengths_of(config: Any, decoder: nn.Module) -> Lengths:
     return Lengths(_switches(rope), grows, min(_tables(decoder), default=None))
 
 
-def told_of(rope: Mapping[str, Any], tokens: int) -> str:
-    """`Lengths.told` by a manifest's `rope` alone. Raises `StoreMismatch` or `UnsupportedModel`."""
+def describe_positions(rope: Mapping[str, Any], tokens: int) -> str:
+    """`Lengths.describe` by a manifest's `rope` alone. Raises `StoreMismatch` or `UnsupportedModel`."""
     # Where a dynamic rotation begins to scale does not matter here: the manifest states the length.
     lengths = Lengths(_switches(rope), 0 if "dynamic" in _kinds(rope) else None)
-    return lengths.told(lengths.held(rope, tokens))
+    return lengths.describe(lengths.of_store(rope, tokens))
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:

@@ -63,9 +63,8 @@ class States:
 
     def scattered(self, index: Tensor, rows: States) -> States:
         """With `rows` in the places `index`."""
-        whole = {name: state.clone() for name, state in self.held.items()}
-        for name, state in whole.items():
-            state[index.to(state.device)] = rows.held[name]
+        held = self.held.items()
+        whole = {name: own.index_copy(0, index.to(own.device), rows.held[name]) for name, own in held}
         return States(whole, self._dtypes)
 
 
@@ -76,7 +75,7 @@ Marks = dict[int, dict[int, States]]
 class RecurrentCache(Cache):  # type: ignore[misc]
     """Holds the states of the layers that have some; `begun` is not None during a pass."""
 
-    begun: tuple[int, int] | None
+    begun: tuple[int, int, int] | None
 
     def __init__(self, layers: list[Any]):
         super().__init__(layers=layers)
@@ -143,10 +142,6 @@ class RecurrentCache(Cache):  # type: ignore[misc]
             )
         self._replace_states(held)
         self.join(tail_length)
-
-    def known_states(self, tail_length: int) -> int:
-        """The most tokens of the tail, at most so many, after which the states are known; 0 if none are."""
-        return max((mark for mark in (*self.marks, *self._last) if mark <= tail_length), default=0)
 
     @property
     def state_bytes(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import KeylessLayer
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.recurrent import States
@@ -28,7 +28,7 @@ _ROUNDING = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # 
 
 
 def run_rows_apart(decoder: Any) -> None:
-    """Let the recurrent layers of a decoder run as they must behind a `PrefixCache`.
+    """Let the recurrent layers of a decoder run as they must behind a `CorpusCache`.
 
     They are called with hidden states, a cache and a mask, and have no registered function that could be
     replaced, as attention has: their `forward` is wrapped.
@@ -130,7 +130,7 @@ def _takes_one_token(module: Any, decoder: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 2 * _PROBE_TOKENS, decoder.config.hidden_size, generator=generator)
     first, rest = inputs.to(floating.device, floating.dtype).chunk(2, dim=1)
-    probe = Probe(module.layer_idx)
+    probe = _probe(module.layer_idx, States())
     with torch.inference_mode():
         _run(module, first, probe)
         held = probe.layers[-1].states.copy()
@@ -155,28 +155,25 @@ def _agree(whole: Sequence[Tensor], stepped: Sequence[Tensor]) -> bool:
 
 def _probed(module: Any, passes: Sequence[Tensor], states: States) -> list[Tensor]:
     """The sequences that a mixer gives for passes from these states on (MiniMax's gives its state too)."""
-    probe = Probe(module.layer_idx)
-    probe.layers[-1].states = states.copy()
+    probe = _probe(module.layer_idx, states.copy())
     out = _joined([_run(module, inputs, probe) for inputs in passes])
     parts: Sequence[Tensor] = out if isinstance(out, tuple) else (out,)
     return [one for one in parts if one.shape[1] == _PROBE_TOKENS]
 
 
-def _run(module: Any, inputs: Tensor, probe: Probe) -> Any:
+def _run(module: Any, inputs: Tensor, probe: CorpusCache) -> Any:
     _, *others = inspect.signature(module.forward).parameters.values()
     given = {own.name: None for own in others if own.default is own.empty and own.kind is not own.VAR_KEYWORD}
     return _in_sequence(module, inputs, **{**given, **with_cache(module, probe)})
 
 
-class Probe(PrefixCache):
-    """Nothing but the states of one layer."""
-
-    def __init__(self, layer_idx: int):
-        layers = [KeylessLayer(index, States()) for index in range(layer_idx + 1)]
-        super().__init__(layers)
-        self.begun = (0, 0)
+def _probe(layer_idx: int, states: States) -> CorpusCache:
+    """A cache within a pass, that holds nothing but the states of one layer."""
+    probe = CorpusCache([KeylessLayer(index, states) for index in range(layer_idx + 1)])
+    probe.begun = (0, 0, 0)
+    return probe
 
 
-def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PrefixCache | None:
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CorpusCache | None:
     given = (*args, *kwargs.values())
-    return next((one for one in given if isinstance(one, PrefixCache)), None)
+    return next((one for one in given if isinstance(one, CorpusCache)), None)

@@ -6,13 +6,10 @@ A layer keeps what transformers' own cache holds of it after the pass, so no fam
 from __future__ import annotations
 
 import inspect
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
-from hashlib import sha256
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -83,11 +80,9 @@ def observed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
     text = text_config(config)
     if dtype is not None:
         text.dtype = dtype
-    versions = [version(library) for library in ("torch", "transformers")]
-    fields = json.dumps([_FORM, versions, text.to_dict()], sort_keys=True, default=str)
-    key = f"shape {sha256(fields.encode()).hexdigest()}"
+    of = ["shape", _FORM, text.to_dict()]
     return cached(
-        key, lambda: _observed(text), asdict, lambda own: shape_from(own, FORMAT_VERSION, DTYPES), _LONG_S
+        of, lambda: _observed(text), asdict, lambda own: shape_from(own, FORMAT_VERSION, DTYPES), _LONG_S
     )
 
 

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 def cached(
-    key: str,
+    of: Sequence[Any],
     compute: Callable[[], T],
     dump: Callable[[T], Any],
     parse: Callable[[Any], T],
@@ -32,7 +33,9 @@ def cached(
 ) -> T:
     """`compute()`, or its value of earlier: from this process, or from the user's cache if `parse` accepts
     the JSON there (else it raises TypeError or ValueError). Saved by `dump` where it took `slow_s` seconds.
+    `of`: what the value follows from, for JSON, besides the installed torch and transformers.
     """
+    key = json.dumps([version("torch"), version("transformers"), *of], sort_keys=True, default=str)
     if key not in _known:
         with suppress(TypeError, ValueError, RecursionError):
             _known[key] = parse(json.loads(load_text(key) or ""))

@@ -8,13 +8,11 @@ depend on the prefix. `PackedTrial` compares packed batches in the same way.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import OffloadDecodeError, UnsupportedModel
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, Segment, logits_after
@@ -40,7 +38,6 @@ _PART = 1e-2  # of that difference may be rounding: a prefix with little effect 
 
 _CHUNKS = (41, 28)
 PREFIX, _QUESTION, _SHORT, _TURN = sum(_CHUNKS), 9, 2, 4
-_OTHER_LOGITS = "the logits are other numbers than in one plain pass"
 _SEEDS = (0, 1)  # a tie between two experts may fall either way once
 # Of four conversations in packed passes: the sequence of the plain pass, and how many tokens of it each pass
 # runs. The first two stand behind one prefix, the third behind another, and the last behind nothing.
@@ -106,9 +103,8 @@ def _of_tiny(config: Any, trial: type[Trial]) -> EquivalenceCheck:
 
 
 def _once(of: str, config: Any, trial: type[Trial], run: Callable[[], EquivalenceCheck]) -> EquivalenceCheck:
-    fields = json.dumps([_versions(), type(config).__name__, config.to_dict()], sort_keys=True, default=str)
-    key = f"equivalence check of {of} by {trial.__name__} {sha256(fields.encode()).hexdigest()}"
-    return cached(key, run, asdict, _parsed)
+    fields = type(config).__name__, config.to_dict()
+    return cached(["equivalence check", of, trial.__name__, _code(), *fields], run, asdict, _parsed)
 
 
 def _parsed(fields: Any) -> EquivalenceCheck:
@@ -119,13 +115,13 @@ def _parsed(fields: Any) -> EquivalenceCheck:
 
 
 @cache
-def _versions() -> tuple[str, ...]:
-    """A check is valid for these libraries and for the code that it runs through."""
+def _code() -> str:
+    """SHA-256 of the code that a check runs through, for which it is valid."""
     code = sha256()
     for room in ("attention", "hf", "kv"):
         for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
             code.update(path.read_bytes())
-    return (*(version(library) for library in ("torch", "transformers")), code.hexdigest())
+    return code.hexdigest()
 
 
 def _tried(tiny: Any, seed: int, trial_class: type[Trial]) -> EquivalenceCheck:
@@ -233,12 +229,12 @@ class Trial:
         if not apart > _APART:
             raise _Differs(apart, "the logits of a question do not depend on the tokens before it")
 
-    def prefilled(self, prefix: Tensor) -> PrefixCache:
+    def prefilled(self, prefix: Tensor) -> CorpusCache:
         """Prefilled in chunks, and then opened as the engine does; `prefix` may be empty."""
         stored = _MemoryPrefix(self.shape)
         windows = {layer: _no_kv(self.shape.layers[layer]) for layer in self.shape.local_layers}
         positions = self.lengths.chosen(PREFIX, _QUESTION + _TURN)
-        cache = PrefixCache.over(stored, self.shape, windows, positions=positions)
+        cache = CorpusCache.over(stored, self.shape, windows, positions=positions)
         for part in torch.split(prefix, list(_CHUNKS), dim=1) if prefix.numel() else ():
             self.model.base_model(input_ids=part, use_cache=True, **with_cache(self.model.base_model, cache))
             for layer in cache.tails:
@@ -248,13 +244,13 @@ class Trial:
         windows = {layer: cache.layers[layer].seed for layer in self.shape.local_layers}
         states = {layer: cache.states(layer) for layer in self.shape.state_layers}
         decoder, dtype = self.model.base_model, torch.float32
-        return PrefixCache.over(stored, self.shape, windows, decoder, dtype, states, positions)
+        return CorpusCache.over(stored, self.shape, windows, decoder, dtype, states, positions)
 
-    def _turn(self, step: str, cache: PrefixCache, ids: Tensor, start: int, tokens: int) -> None:
+    def _turn(self, step: str, cache: CorpusCache, ids: Tensor, start: int, tokens: int) -> None:
         self.step = step
         self._compare(cache, ids[:1, start : start + tokens], [(0, start, tokens)])
 
-    def _batch(self, cache: PrefixCache, ids: Tensor) -> None:
+    def _batch(self, cache: CorpusCache, ids: Tensor) -> None:
         lengths = torch.tensor([_QUESTION, _SHORT])
         asked = torch.zeros(2, _QUESTION, dtype=torch.long)
         for row, length in enumerate(lengths.tolist()):
@@ -268,7 +264,7 @@ class Trial:
         self._compare(cache, further, [(row, start + length, 1) for row, start, length in places], mask)
 
     def _compare(
-        self, cache: PrefixCache, ids: Tensor, places: list[tuple[int, int, int]], mask: Tensor | None = None
+        self, cache: CorpusCache, ids: Tensor, places: list[tuple[int, int, int]], mask: Tensor | None = None
     ) -> None:
         positions = None if mask is None else (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
         logits = self._logits(ids, cache, attention_mask=mask, position_ids=positions)
@@ -297,7 +293,7 @@ class Trial:
                 expected = whole[plain, start : start + tokens]
                 if not (found[row, -tokens:] - expected).abs().max() <= CLOSE * expected.std():
                     return f"{path} gives other numbers than in one plain pass"
-        return _OTHER_LOGITS
+        return "the logits are other numbers than in one plain pass"
 
     def _watch(self, model: Any) -> None:
         for module in model.base_model.modules():
@@ -320,6 +316,7 @@ class PackedTrial(Trial):
     """Several conversations in packed passes, with the logits of the last tokens, as the engine runs them."""
 
     def run_behind(self, ids: Tensor) -> None:
+        self.expected.clear()  # of mixers, which are not compared: their outputs are packed
         first, other = (self.prefilled(ids[row : row + 1, :PREFIX]) for row in (0, 2))
         talks = [first.fork(first.prefix), first.fork(first.prefix), other, self.prefilled(ids[:1, :0])]
         starts = [talk.prefix_length for talk in talks]
@@ -332,7 +329,3 @@ class PackedTrial(Trial):
             logits = logits_after(self._logits(torch.cat(packed)[None], cache, logits_to_keep=last), last)
             self.check(list(logits[:, None]), [(row, start + n - 1, 1) for row, start, n in places])
             starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-
-    def where(self, places: Sequence[tuple[int, int, int]]) -> str:
-        """Mixers are not compared: their outputs are packed."""
-        return _OTHER_LOGITS

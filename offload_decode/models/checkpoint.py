@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, ModelError, OffloadDecodeError
-from offload_decode.common.memory import is_out_of_memory
 from offload_decode.hf.compat import class_of, text_of
 from offload_decode.models.gguf import SUFFIX, check_gguf
-from offload_decode.models.prompt import panicked
+from offload_decode.models.prompt import is_failure
 from offload_decode.models.quantization import GGUF, check_packages, quantization_of
 from offload_decode.models.tokenizer_file import check_tokenizer
 from offload_decode.types import ModelShape
@@ -29,47 +28,18 @@ TOKENIZER, TEMPLATE, TEMPLATES = "tokenizer.json", "chat_template.json", "additi
 _MIB = 1 << 20
 # The largest that are known have a tenth of it.
 _SMALL, _LARGE = 16 * _MIB, 512 * _MIB
-_MOST_BYTES = {
-    CONFIG: _SMALL,
-    "generation_config.json": _SMALL,
-    "tokenizer_config.json": _SMALL,
-    "special_tokens_map.json": _SMALL,
-    "added_tokens.json": _SMALL,
-    "chat_template.jinja": _SMALL,
-    TEMPLATE: _SMALL,
-    INDEX: _LARGE,
-    TOKENIZER: _LARGE,
-    "tokenizer.model": _LARGE,
-    "vocab.json": _LARGE,
-    "merges.txt": _LARGE,
-}
+_MOST_BYTES = dict.fromkeys([CONFIG, "generation_config.json", "tokenizer_config.json"], _SMALL)
+_MOST_BYTES |= dict.fromkeys(["special_tokens_map.json", "added_tokens.json"], _SMALL)
+_MOST_BYTES |= dict.fromkeys([TEMPLATE, "chat_template.jinja"], _SMALL)
+_MOST_BYTES |= dict.fromkeys([INDEX, TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt"], _LARGE)
 
 # Beyond these a config is a mistake: building such a model, even without weights, would not end.
-_MOST = {
-    "num_hidden_layers": 512,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "moe_intermediate_size": 1 << 22,
-    "vocab_size": 1 << 26,
-    "num_experts": 1 << 14,
-    "num_local_experts": 1 << 14,
-    "num_experts_per_tok": 1 << 14,
-    "num_labels": 1 << 14,
-}
-_OPTIONAL = frozenset(
-    [
-        "num_key_value_heads",
-        "head_dim",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "num_labels",
-    ]
-)
+_MOST_LAYERS = 512
+_MOST = {"num_hidden_layers": _MOST_LAYERS, "num_attention_heads": 1 << 14}
+_MOST |= {"hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 26}
+_MOST_OPTIONAL = dict.fromkeys(["num_key_value_heads", "head_dim", "num_labels"], 1 << 14)
+_MOST_OPTIONAL |= dict.fromkeys(["num_experts", "num_local_experts", "num_experts_per_tok"], 1 << 14)
+_MOST_OPTIONAL |= {"moe_intermediate_size": 1 << 22}
 _BY_LAYER = ("intermediate_size", "num_key_value_heads")
 _MOST_LISTED = 1 << 15
 """Entries of a list or an object in a config: they are copied and compared many times."""
@@ -119,7 +89,7 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
     config = stated_config(model_id)
     from offload_decode.hf.verify import shape_of  # which imports transformers
 
-    with told(f"cannot read the config of '{model_id}'"):
+    with model_errors(f"cannot read the config of '{model_id}'"):
         return config, shape_of(config)
 
 
@@ -133,7 +103,7 @@ def stated_config(model_id: str) -> Any:
     from transformers.utils import cached_file
 
     source = source_of(model_id)
-    with told(f"cannot read the config of '{model_id}'"):
+    with model_errors(f"cannot read the config of '{model_id}'"):
         if source.endswith(SUFFIX):
             check_gguf(Path(source))
             check_packages(GGUF)
@@ -247,21 +217,21 @@ def _refuse_without_weights(source: str, folder: Path) -> NoReturn:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def model_errors(context: str) -> Iterator[None]:
     """Turn whatever a library raises for a checkpoint that it cannot read into a `ModelError`."""
     try:
         yield
     except OffloadDecodeError:
         raise
     except BaseException as error:
-        if is_out_of_memory(error) or not (isinstance(error, Exception) or panicked(error)):
+        if not is_failure(error):
             raise
         reason = " ".join(str(error).split())[:300].rstrip(".")
         if isinstance(error, OSError) and error.filename:  # the checkpoint is named already
             reason = f"{os.path.basename(os.fsdecode(error.filename))}: {error.strerror}"
         elif not reason or isinstance(error, KeyError):
             reason = f"{type(error).__name__} {reason}".rstrip()
-        raise ModelError(f"{what}: {reason}; {WAY_OUT}") from error
+        raise ModelError(f"{context}: {reason}; {WAY_OUT}") from error
 
 
 def _check_files(folder: Path) -> None:
@@ -328,11 +298,11 @@ def _text_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_numbers(config: dict[str, Any]) -> None:
-    for field, most in _MOST.items():
+    for field, most in (_MOST | _MOST_OPTIONAL).items():
         value = config.get(field, most)
-        if value is None and field in _OPTIONAL:
+        if value is None and field in _MOST_OPTIONAL:
             continue
-        listed = field in _BY_LAYER and isinstance(value, list) and len(value) <= _MOST["num_hidden_layers"]
+        listed = field in _BY_LAYER and isinstance(value, list) and len(value) <= _MOST_LAYERS
         each = value if listed else [value]
         if not all(type(one) is int and 1 <= one <= most for one in each):
             raise ModelError(

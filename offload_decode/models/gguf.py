@@ -15,34 +15,13 @@ from offload_decode.common.files import NotPlain, open_plain
 
 SUFFIX = ".gguf"
 _STRING, _ARRAY = 8, 9
-_NUMBERS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_PAIRS, _MOST_TENSORS = 1 << 16, 1 << 20
 _MOST_TEXT, _MOST_LISTED, _MOST_BYTES = 1 << 26, 1 << 24, 1 << 29  # of a text, a list, all that is said
-_MOST_SIZE = {
-    "block_count": 512,
-    "embedding_length": 1 << 20,
-    "feed_forward_length": 1 << 22,
-    "expert_feed_forward_length": 1 << 22,
-    "attention.head_count": 1 << 14,
-    "attention.head_count_kv": 1 << 14,
-    "attention.key_length": 1 << 14,
-    "attention.value_length": 1 << 14,
-    "vocab_size": 1 << 26,
-    "expert_count": 1 << 14,
-    "expert_used_count": 1 << 14,
-}
+_HEADS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length")
+_MOST_SIZE = {"block_count": 512, "embedding_length": 1 << 20, "vocab_size": 1 << 26}
+_MOST_SIZE |= dict.fromkeys(["feed_forward_length", "expert_feed_forward_length"], 1 << 22)
+_MOST_SIZE |= dict.fromkeys([*_HEADS, "expert_count", "expert_used_count"], 1 << 14)
 
 
 def check_gguf(path: Path) -> None:
@@ -50,14 +29,14 @@ def check_gguf(path: Path) -> None:
     try:
         with os.fdopen(open_plain(path, follow=True), "rb") as file:
             header = _Header(file, path.stat().st_size)
-            said = header.pairs()
-            _check_sizes(said)
+            fields = header.pairs()
+            _check_sizes(fields)
             header.check_tensors()
     except (NotPlain, ValueError, struct.error) as error:
         raise ModelError(f"{path} cannot be read as GGUF, because {error}: fetch it again") from error
-    if said.get("split.count", 0) > 1:
+    if fields.get("split.count", 0) > 1:
         raise ModelError(
-            f"{path} is one of {said['split.count']} pieces: join them with llama-gguf-split --merge, and "
+            f"{path} is one of {fields['split.count']} pieces: join them with llama-gguf-split --merge, and "
             "give the whole"
         )
 
@@ -91,7 +70,7 @@ class _Header:
 
     def _value(self, kind: int) -> Any:
         if kind in _NUMBERS:
-            return self._unpack(_NUMBERS[kind])[0]
+            return self._unpack(f"<{_NUMBERS[kind]}")[0]
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:
@@ -100,7 +79,7 @@ class _Header:
         if count > _MOST_LISTED:
             raise ValueError("it holds a list that is too long")
         if inner in _NUMBERS:
-            return list(self._unpack(f"<{count}{_NUMBERS[inner][1]}"))
+            return list(self._unpack(f"<{count}{_NUMBERS[inner]}"))
         if inner != _STRING:
             raise ValueError(f"it holds a list of the unknown type {inner}")
         for _ in range(count):
@@ -126,13 +105,13 @@ class _Header:
         return taken
 
 
-def _check_sizes(said: dict[str, Any]) -> None:
+def _check_sizes(fields: dict[str, Any]) -> None:
     """Beyond these a model could not even be outlined: see `checkpoint`."""
-    architecture = said.get("general.architecture")
+    architecture = fields.get("general.architecture")
     if not isinstance(architecture, str):
         raise ValueError("it names no architecture")
     for name, most in _MOST_SIZE.items():
-        found = said.get(f"{architecture}.{name}", 1)
+        found = fields.get(f"{architecture}.{name}", 1)
         for value in found if isinstance(found, list) else [found]:
             if type(value) is not int or not 0 <= value <= most:
                 raise ValueError(f"its {name} is {value!s:.40}, and that is a whole number up to {most:,}")

@@ -23,9 +23,6 @@ NO_CARD = "weights are streamed to a GPU, and a CPU reads them where they lie: l
 """Why there are none on a CPU."""
 _ALIGNED = 256  # bytes: a weight begins in its room where torch would let it begin
 
-Place = tuple[dict[str, Any], str]
-"""Where a module has a weight: its parameters, and the name of one."""
-
 
 def check_card(device: torch.device) -> None:
     """`ConfigError` for a device that weights are not streamed to."""
@@ -44,12 +41,6 @@ def layers_of(model: Any) -> Sequence[nn.Module]:
     return list(max(lists, key=lambda own: sum(weight.numel() for weight in own.parameters()), default=()))
 
 
-def has_own_output(model: Any) -> bool:
-    """Whether a model's output layer has weights of its own, and not those of its embeddings."""
-    output = model.get_output_embeddings()
-    return output is not None and output.weight is not model.get_input_embeddings().weight
-
-
 def stream(model: Any, device: torch.device) -> None:
     """Put `model`, which is on the CPU, on `device`, but for the weights of its decoder layers, which come
     there as each layer runs, and an output layer of its own. Raises `ConfigError` for a CPU, and
@@ -64,7 +55,9 @@ def stream(model: Any, device: torch.device) -> None:
             "out, or take int8 or int4"
         )
     waiting = dict.fromkeys(module for layer in layers for module in layer.modules())
-    output = model.get_output_embeddings() if has_own_output(model) else None
+    output = model.get_output_embeddings()
+    if output is not None and output.weight is model.get_input_embeddings().weight:
+        output = None  # it has no weights of its own
     with torch.inference_mode(False), torch.no_grad():
         there: dict[int, nn.Parameter] = {}
         for module in model.modules():
@@ -162,7 +155,8 @@ def _replace(module: nn.Module, known: dict[int, nn.Parameter], move: Callable[[
         parameters[name] = known[id(weight)]
 
 
-def _places(module: nn.Module) -> Iterator[Place]:
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a module has its weights: its parameters, and the name of each."""
     for name, weight in module._parameters.items():
         if weight is not None:
             yield module._parameters, name

@@ -20,8 +20,8 @@ from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError, ModelError
 from offload_decode.common.memory import lifted
 from offload_decode.config import STREAMED
-from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device
+from offload_decode.hf.cache import CorpusCache
+from offload_decode.hf.compat import DTYPES, check_alone, check_dtype, pick_device, stored_dtype, with_cache
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, logits_after
 from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
@@ -36,7 +36,7 @@ from offload_decode.selectors.budgets import pass_tokens
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
 
-AnyCache = PrefixCache | PackedCache
+AnyCache = CorpusCache | PackedCache
 
 
 class Padding(NamedTuple):
@@ -97,7 +97,7 @@ class LoadedModel:
         return self.tokenizer
 
     def forward(
-        self, tokens: Tensor, cache: PrefixCache, padding: Padding | None = None, every: bool = False
+        self, tokens: Tensor, cache: CorpusCache, padding: Padding | None = None, every: bool = False
     ) -> Tensor:
         """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32, or those
         of `every` one `[B, T, V]`. Raises `ConfigError` where weights are streamed.
@@ -132,7 +132,7 @@ class LoadedModel:
                 position_ids=padding and padding.positions,
                 use_cache=True,
                 output_attentions=False,
-                **{cache_name(type(module)): cache},  # type: ignore[arg-type]
+                **with_cache(module, cache),
                 **more,
             )
 
@@ -161,7 +161,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
         quantization.check_weights_of(stated["quant_method"], weights)
         quantization.check_packages(stated["quant_method"])
     where, which = checkpoint.located(source)
-    with checkpoint.told(f"cannot load the model '{model_id}'"):
+    with checkpoint.model_errors(f"cannot load the model '{model_id}'"):
         logging.disable_progress_bar()  # it would garble the caller's
         if not which:
             checkpoint.check_rules(source)
@@ -204,9 +204,7 @@ def wrap(
     check_alone(model.config)
     shape = shape_of(model.config, model.dtype)
     activate(model.eval())
-    dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ModelError(f"a model in {dtype} cannot be stored; load it as one of: {', '.join(DTYPES)}")
+    dtype = stored_dtype(model.dtype)
     hashed = config_hash(model.config)
     note(hashed, check_equivalence(model.config).difference)
     return LoadedModel(
@@ -236,7 +234,7 @@ def _read_weights(source: str, found: list[Path], config: Any, dtype: str) -> tu
 def run_in_passes(
     loaded: LoadedModel,
     tokens: Tensor,
-    cache: PrefixCache,
+    cache: CorpusCache,
     limit: int,
     padding: Padding | None = None,
     every: bool = False,
@@ -293,7 +291,7 @@ class Processors:
         self.samples = bool(config.do_sample)
         self._ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
         self._stop = None
-        with checkpoint.told(_NOT_OBEYED):
+        with checkpoint.model_errors(_NOT_OBEYED):
             config.eos_token_id = sorted(ends) or None
             config.pad_token_id = 0  # nothing is padded, and without one there is a warning
             config.max_length = len(tokens) + most
@@ -310,7 +308,7 @@ class Processors:
         """`logits [V]` of the next token, changed."""
         if not self._processors:
             return logits
-        with checkpoint.told(_NOT_OBEYED):  # some look at their tokens only now
+        with checkpoint.model_errors(_NOT_OBEYED):  # some look at their tokens only now
             changed: Tensor = self._processors(self._ids, logits[None].clone())
         return changed[0]
 

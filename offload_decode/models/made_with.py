@@ -21,11 +21,9 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-_PACKAGES = ("offload-decode", "torch", "transformers", "numpy", "zarr")
-
-
 def made_with(loaded: LoadedModel) -> dict[str, Any]:
     """The model by its id and weights, its dtype, where it ran, and the versions of what ran it."""
+    packages = ("offload-decode", "torch", "transformers", "numpy", "zarr")
     return {
         "model": loaded.model_id,
         "weights_hash": loaded.weights_hash,
@@ -34,7 +32,7 @@ def made_with(loaded: LoadedModel) -> dict[str, Any]:
         "processor": cpu_name(),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in _PACKAGES},
+            **{name: version(name) for name in packages},
             **plugins.versions(),
         },
     }

@@ -73,15 +73,25 @@ class Piece(NamedTuple):
     users: bool = False
 
 
-def encode(tokenizer: Any, template: str) -> list[int]:
-    """Token ids of a template; special tokens in it are recognised, none are added."""
-    return _encoded(tokenizer, template, letters=False)
+def encode(tokenizer: Any, text: str, letters: bool = False) -> list[int]:
+    """Token ids of a template; special tokens in it are recognised, or `letters`, and none are added."""
+    # A tokenizer's defaults may differ, so they are passed each time.
+    options = {"add_special_tokens": False, "split_special_tokens": letters, "verbose": False}
+    try:
+        return list(tokenizer.encode(text, **options))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"the tokenizer fails on the text ({reason}): fetch the checkpoint again, or take another"
+        ) from error
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a user's text: a special token in it (`</s>`) is its letters, not the token."""
     special = special_tokens(tokenizer)
-    ids = _encoded(tokenizer, text, letters=True)
+    ids = encode(tokenizer, text, letters=True)
     if special is None or not special.search(text):
         return ids
     added = tokenizer.added_tokens_decoder.items()
@@ -91,52 +101,25 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     # The tokenizer's model has the special token as a word: it must not see it whole.
     cuts = [0, *(found.start() + 1 for found in special.finditer(text)), len(text)]
     parts = (text[start:end] for start, end in pairwise(cuts))
-    return [token for part in parts for token in _encoded(tokenizer, part, letters=True)]
+    return [token for part in parts for token in encode(tokenizer, part, letters=True)]
 
 
-def _encoded(tokenizer: Any, text: str, letters: bool) -> list[int]:
-    # A tokenizer's defaults may differ, so they are passed each time.
-    options = {"add_special_tokens": False, "split_special_tokens": letters, "verbose": False}
-    try:
-        return list(tokenizer.encode(text, **options))
-    except BaseException as error:
-        if is_out_of_memory(error) or not (isinstance(error, Exception) or panicked(error)):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"the tokenizer fails on the text ({reason}): fetch the checkpoint again, or take another"
-        ) from error
-
-
-def panicked(error: BaseException) -> bool:
-    """Whether a library in Rust panicked: its error is recognised by its name, and is no `Exception`."""
-    return type(error).__name__ == "PanicException"
-
-
-def encode_first(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
-    """Token ids of pieces with which a text begins."""
-    return _encode(tokenizer, "", pieces)
-
-
-def encode_after(tokenizer: Any, before: str, pieces: Sequence[Piece]) -> list[int]:
-    """Token ids of pieces in a text that went on until `before`, the last of what was encoded ahead of them.
-
-    Where the tokens of `before` depend on what follows, they are those of the pieces alone.
+def is_failure(error: BaseException) -> bool:
+    """Whether a library failed, other than for want of memory. The error of a panic in Rust is recognised by
+    its name, and is no `Exception`.
     """
-    for anchor in ANCHORS:
-        head = encode(tokenizer, anchor + before)
-        ids = _encode(tokenizer, anchor + before, pieces)
-        if ids[: len(head)] == head and tokenizer.unk_token_id not in head:
-            return ids[len(head) :]
-    return _encode(tokenizer, "", pieces)
+    failed = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return failed and not is_out_of_memory(error)
 
 
-def _encode(tokenizer: Any, anchor: str, pieces: Sequence[Piece]) -> list[int]:
-    """Token ids of the anchor and the pieces: in one encoding, unless a user spells a special token."""
+def encode_first(tokenizer: Any, pieces: Sequence[Piece], anchor: str = "") -> list[int]:
+    """Token ids of an anchor and pieces with which a text begins: in one encoding, unless a user spells a
+    special token.
+    """
     special = special_tokens(tokenizer)
     parts = [Piece(anchor), *pieces]
     whole = "".join(piece.text for piece in parts)
-    if special is None or _places(special, whole) == _written(special, parts):
+    if special is None or _places(special, [Piece(whole)]) == _places(special, parts):
         return encode(tokenizer, whole)
     ids: list[int] = []
     for text, token in _runs(tokenizer, special, parts):
@@ -147,6 +130,19 @@ def _encode(tokenizer: Any, anchor: str, pieces: Sequence[Piece]) -> list[int]:
     return ids
 
 
+def encode_after(tokenizer: Any, before: str, pieces: Sequence[Piece]) -> list[int]:
+    """Token ids of pieces in a text that went on until `before`, the last of what was encoded ahead of them.
+
+    Where the tokens of `before` depend on what follows, they are those of the pieces alone.
+    """
+    for anchor in ANCHORS:
+        head = encode(tokenizer, anchor + before)
+        ids = encode_first(tokenizer, pieces, anchor + before)
+        if ids[: len(head)] == head and tokenizer.unk_token_id not in head:
+            return ids[len(head) :]
+    return encode_first(tokenizer, pieces)
+
+
 def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     """Matches the special tokens, None where there are none; the longest first, as tokenizers do."""
     known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -154,14 +150,12 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
-def _places(special: re.Pattern[str], text: str, start: int = 0) -> list[tuple[int, str]]:
-    return [(start + found.start(), found[0]) for found in special.finditer(text)]
-
-
-def _written(special: re.Pattern[str], parts: Sequence[Piece]) -> list[tuple[int, str]]:
+def _places(special: re.Pattern[str], parts: Sequence[Piece]) -> list[tuple[int, str]]:
+    """Where templates, and not users, write special tokens, and which."""
     places, start = [], 0
     for part in parts:
-        places += [] if part.users else _places(special, part.text, start)
+        if not part.users:
+            places += [(start + found.start(), found[0]) for found in special.finditer(part.text)]
         start += len(part.text)
     return places
 

@@ -8,7 +8,6 @@ packs the linear layers alone: embeddings, norms and the output layer stay as th
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ _OUTLIER = 6.0  # larger inputs are multiplied unquantized: LLM.int8()'s own thr
 class Format:
     """A published format: modules it `needs`, what to `install`, and where it runs packed (`packed_on`)."""
 
-    said: str
+    name: str
     needs: tuple[str, ...]
     install: str
     packed_on: frozenset[str]
@@ -81,21 +80,12 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     return fields
 
 
-def unquantised(config: Any) -> Any:
-    """A copy of a config without quantization: of the same model in whole weights."""
-    plain = copy.deepcopy(config)
-    for one in (plain, plain.get_text_config(decoder=True)):
-        if hasattr(one, "quantization_config"):
-            del one.quantization_config
-    return plain
-
-
 def check_packages(method: str) -> None:
     """`ModelError` where a module that a format needs is not installed."""
     form = FORMATS[method]
     if missing := [name for name in form.needs if find_spec(name) is None]:
         raise ModelError(
-            f"the checkpoint's weights are in {form.said}, and reading them needs {' and '.join(missing)}: "
+            f"the checkpoint's weights are in {form.name}, and reading them needs {' and '.join(missing)}: "
             f"pip install {form.install}"
         )
 
@@ -105,7 +95,7 @@ def check_weights_of(method: str, weights: str) -> None:
     if method and method != GGUF and weights not in ("auto", "full"):
         raise ConfigError(
             f"weights {weights} are for checkpoints of whole weights, and this one's are in few bits already "
-            f"({FORMATS[method].said}): leave --weights out"
+            f"({FORMATS[method].name}): leave --weights out"
         )
 
 

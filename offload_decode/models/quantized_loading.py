@@ -10,6 +10,7 @@ import torch
 from offload_decode.common.errors import ModelError
 from offload_decode.hf.compat import DTYPES, Names, by_own_names, class_of, names_of, unknown_text
 from offload_decode.hf.meta_device import Unfilled
+from offload_decode.hf.shape import text_config, text_model
 from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.models import quantization
 from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
@@ -17,9 +18,10 @@ from offload_decode.models.fingerprints import file_hash, files_hash
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 
-def whole_model(source: str, config: Any, **told: Any) -> Any:
+def whole_model(source: str, config: Any, **arguments: Any) -> Any:
     """The model of a text config, all of whose weights are in a folder's or id's safetensors, or in a GGUF
-    file; `told` is for `from_pretrained`. Raises `ModelError` where some are missing, or are not the text's.
+    file; `arguments` are those of `from_pretrained`. Raises `ModelError` where some are missing, or are not
+    the text's.
     """
     where, which = located(source)
     found = weight_files(source)
@@ -29,8 +31,8 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
     if names is not None and stated is not None:
         config.quantization_config = by_own_names(stated, names)
     with quantization.hushed(), Unfilled():  # what sees and hears is no news
-        told |= {"config": config, "key_mapping": mapping, "use_safetensors": True, **which}
-        model, report = class_of(config).from_pretrained(where, output_loading_info=True, **told)
+        arguments |= {"config": config, "key_mapping": mapping, "use_safetensors": True, **which}
+        model, report = class_of(config).from_pretrained(where, output_loading_info=True, **arguments)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
@@ -49,7 +51,7 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
 
 def _names(found: list[Path], config: Any) -> Names:
     with Unfilled(), torch.device("meta"):
-        model = class_of(config)._from_config(quantization.unquantised(config))
+        model = text_model(text_config(config))
     parameters = sum(weight.numel() for weight in model.parameters())
     held = sum(path.stat().st_size for path in found)
     # Transformers makes room for weights that are not there, and fills it. A number has a byte at the least.
@@ -68,13 +70,13 @@ def read_packed(
     that of its files.
     """
     with quantization.hushed():
-        how = quantization.reading(stated, device)
-        if stated["quant_method"] == "fp8" and "quantization_config" in how:
+        arguments = quantization.reading(stated, device)
+        if stated["quant_method"] == "fp8" and "quantization_config" in arguments:
             _check_blocks(found, stated)
         # In the checkpoint's own first: transformers brings only some of such weights to another.
-        model = whole_model(source, config=config, dtype="auto", **how)
+        model = whole_model(source, config=config, dtype="auto", **arguments)
         quantization.in_dtype(model, DTYPES.get(dtype, model.dtype))
-        if "quantization_config" not in how:
+        if "quantization_config" not in arguments:
             quantization.run_once(model)
     known = f"files {FINGERPRINT_VERSION} {stated['quant_method']}"
     files = [*found, found[0].with_name(CONFIG)]

@@ -7,21 +7,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload_decode.attention.transfers import power_of_two
-from offload_decode.common.errors import ModelError
-from offload_decode.hf.compat import DTYPES, class_of
+from offload_decode.hf.compat import DTYPES, stored_dtype
 from offload_decode.hf.positions import NO_LENGTHS, Lengths, lengths_of
+from offload_decode.hf.shape import text_config, text_model
 from offload_decode.hf.user_cache import cached
-from offload_decode.models.checkpoint import CONFIG, bounded, read_config, source_of, told
+from offload_decode.models.checkpoint import CONFIG, bounded, model_errors, read_config, source_of
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.layer_streaming import layers_of
-from offload_decode.models.quantization import GGUF, quantization_of, replaceable, runs_packed, unquantised
+from offload_decode.models.quantization import GGUF, quantization_of, replaceable, runs_packed
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import ModelShape
 
@@ -149,9 +148,8 @@ def outline(model_id: str) -> Outline:
     path = Path(source_of(model_id)) / CONFIG
     if not path.is_file():  # a transformers id, or an error that is raised below
         return _counted(model_id)
-    versions = [version(library) for library in ("torch", "transformers")]
-    key = json.dumps([_FORM, *versions, sha256(bounded(path)).hexdigest()])
-    found = cached(key, lambda: _counted(model_id), lambda it: [asdict(it.shape), *astuple(it)[2:]], _parsed)
+    of = ["outline", _FORM, sha256(bounded(path)).hexdigest()]
+    found = cached(of, lambda: _counted(model_id), lambda it: [asdict(it.shape), *astuple(it)[2:]], _parsed)
     return replace(found, model_id=model_id)
 
 
@@ -168,15 +166,15 @@ def _parsed(stored: Any) -> Outline:
 
 def _counted(model_id: str) -> Outline:
     config, shape = read_config(model_id)
-    with told(f"cannot read the config of '{model_id}'"), torch.device("meta"):
-        model = class_of(config)._from_config(unquantised(config))
-    found = outline_of(model, model_id, shape)
-    if (quantization := quantization_of(config)) is None:
-        return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found
-    with told(f"cannot read the config of '{model_id}'"):
-        packed = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
+    with model_errors(f"cannot read the config of '{model_id}'"):
+        with torch.device("meta"):
+            model = text_model(text_config(config))
+        found = outline_of(model, model_id, shape)
+        if (quantization := quantization_of(config)) is None:
+            return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found
+        packed, experts = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
     method = quantization["quant_method"]
-    return replace(found, linear=0, linear_rows=0, format=method, packed=packed[0], packed_experts=packed[1])
+    return replace(found, linear=0, linear_rows=0, format=method, packed=packed, packed_experts=experts)
 
 
 def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
@@ -194,7 +192,7 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
     return Outline(
         model_id=model_id,
         shape=shape,
-        dtype=_dtype_of(config),
+        dtype=stored_dtype(config.dtype or torch.float32),  # which transformers takes where none is stated
         parameters=sum(weight.numel() for weight in weights),
         linear=sum(layer.weight.numel() for layer in linear),
         linear_rows=sum(layer.out_features for layer in linear),
@@ -210,11 +208,3 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
         pinned=sum(power_of_two(weight.numel()) for weight in in_layers),
         lengths=lengths_of(config, model.base_model),
     )
-
-
-def _dtype_of(config: Any) -> str:
-    """As the checkpoint has it; transformers takes float32 where a config does not say."""
-    name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if name not in DTYPES:
-        raise ModelError(f"a model in {name} cannot be stored; load it as one of: {', '.join(DTYPES)}")
-    return name

@@ -233,7 +233,7 @@ def _program(device: Medium, machine: Machine) -> list[Part]:
 
 def _weights(outline: Outline, weights: str, device: Medium) -> Part:
     on_gpu = device is Medium.GPU
-    own = FORMATS[outline.format].said if outline.runs_packed(on_gpu) else outline.dtype
+    own = FORMATS[outline.format].name if outline.runs_packed(on_gpu) else outline.dtype
     named = own if weights == "auto" else weights
     return Part(f"weights ({named})", device, sizes.weights_bytes(outline, weights, on_gpu))
 

@@ -1,4 +1,6 @@
-"""Every shipped model loads offline, is small, reads what it was taught, and is known by its name alone."""
+"""Every shipped model loads offline, is small, reads what it was taught, and is known by its name alone. What
+the engine says with it is what transformers generates with its files.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_decode import demo_models
+from offload_decode.engine.engine import Engine
 from offload_decode.models.checkpoint import source_of
 from offload_decode.models.loading import load
+from tests.tiny import token_store
 
 MOST_BYTES = 8_000_000
+STORED, NEW = 300, 6  # more than a sliding window of a shipped model
+CLOSE = {"atol": 1e-3, "rtol": 0}
 
 
 @pytest.fixture(scope="module", params=demo_models.NAMES)
@@ -89,3 +96,20 @@ def test_a_copy_in_a_folder_is_known_by_its_path(
     copy, shipped = load(f"./{name}", "cpu"), load(name, "cpu")
     assert copy.model_id == str(folder.resolve())
     assert copy.weights_hash == shipped.weights_hash
+
+
+def test_the_logits_of_every_generated_token(name: str, folder: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    ids = torch.from_numpy(np.random.default_rng(0).integers(300, 2000, STORED + 9))
+    said = plain.generate(
+        ids[None], max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    loaded = load(name, "cpu")
+    store = token_store(tmp_path / "text.kv", loaded, ids[:STORED], 64)
+    engine = Engine.open(store, loaded, options={"budget": str(STORED)})
+    steps = [ids[STORED:].tolist(), *([token] for token in said.sequences[0, len(ids) : -1].tolist())]
+    for tokens, expected in zip(steps, said.logits, strict=True):
+        torch.testing.assert_close(engine.extend(tokens), expected[0], **CLOSE)
+    with torch.inference_mode():
+        without = plain(ids[None, STORED:]).logits[0, -1]
+    assert (without - said.logits[0][0]).abs().max() > 0.01, "the control"

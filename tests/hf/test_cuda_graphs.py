@@ -122,7 +122,9 @@ def test_beams_are_captured_and_padded_rows_run_as_before(opened, family, change
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "dbrx", "bamba", "llama4", "gemma3n"])
 def test_passes_without_a_graph_run_as_before(opened, family):
     """Latents that the model unfolds, experts that the host looks up, states, chunks, shared keys."""
-    on_host, on_device = opened(family)
+    # transformers 5.5 looks every id up in Gemma 3n's table for each layer, which may be a shorter one.
+    changes = {"vocab_size_per_layer_input": 259} if family == "gemma3n" else {}
+    on_host, on_device = opened(family, **changes)
     for tokens in ([5, 6, 7], *([token] for token in range(8, 13))):
         assert_same(on_host.extend(tokens), on_device.extend(tokens))
     assert not passes(on_device)

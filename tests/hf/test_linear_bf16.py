@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Barrier, Event, Thread
 
 import pytest
@@ -14,17 +15,18 @@ from tests.tiny import text_model
 BRAIN = torch.bfloat16
 
 
-class Seen:
-    """A layer's forward, and whether oneDNN was switched on in each of its calls."""
+def read_in_place_with(within: Callable[[torch.Tensor], None], dtype: torch.dtype = BRAIN) -> torch.nn.Linear:
+    """A layer that is read in place, in each of whose products `within` runs."""
+    layer = torch.nn.Linear(8, 8).to(dtype)
+    plain = layer.forward
 
-    def __init__(self, layer: torch.nn.Linear):
-        self.plain, self.on = layer.forward, list[bool]()
-        layer.forward = self  # type: ignore[method-assign,assignment]
-        read_in_place(layer)
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        within(states)
+        return plain(states)
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        self.on.append(torch.backends.mkldnn.enabled)
-        return self.plain(states)
+    layer.forward = forward  # type: ignore[method-assign]
+    read_in_place(layer)
+    return layer
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -43,16 +45,15 @@ def test_one_row_is_multiplied_as_before(bias: bool) -> None:
 
 def test_onednn_is_switched_off_for_one_row_of_bfloat16_alone() -> None:
     for dtype, rows, on in ((BRAIN, 1, False), (BRAIN, 2, True), (torch.float32, 1, True)):
-        layer = torch.nn.Linear(8, 8).to(dtype)
-        seen = Seen(layer)
+        seen = list[bool]()
+        layer = read_in_place_with(lambda _, seen=seen: seen.append(torch.backends.mkldnn.enabled), dtype)
         layer(torch.ones(1, rows, 8, dtype=dtype))
-        assert seen.on == [on]
+        assert seen == [on]
         assert torch.backends.mkldnn.enabled
 
 
 def test_it_is_switched_on_again_when_a_product_fails_and_only_if_it_was_on() -> None:
-    layer = torch.nn.Linear(8, 8).to(BRAIN)
-    read_in_place(layer)
+    layer = read_in_place_with(lambda _: None)
     with pytest.raises(RuntimeError):
         layer(torch.ones(1, 7, dtype=BRAIN))
     assert torch.backends.mkldnn.enabled
@@ -65,16 +66,13 @@ def test_it_is_switched_on_again_when_a_product_fails_and_only_if_it_was_on() ->
 
 
 def test_the_last_of_several_threads_switches_it_on() -> None:
-    layer, meet = torch.nn.Linear(8, 8).to(BRAIN), Barrier(2)
-    plain, on = layer.forward, list[bool]()
+    meet, on = Barrier(2), list[bool]()
 
-    def together(states: torch.Tensor) -> torch.Tensor:
+    def together(_: torch.Tensor) -> None:
         meet.wait(10)  # both are within
         on.append(torch.backends.mkldnn.enabled)
-        return plain(states)
 
-    layer.forward = together  # type: ignore[method-assign]
-    read_in_place(layer)
+    layer = read_in_place_with(together)
     threads = [Thread(target=layer, args=(torch.ones(1, 8, dtype=BRAIN),)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -86,22 +84,19 @@ def test_the_last_of_several_threads_switches_it_on() -> None:
 
 def test_several_rows_wait_for_one_and_one_row_lets_several_have_onednn() -> None:
     """A product of several rows takes many times as long without oneDNN, whichever thread switched it off."""
-    layer = torch.nn.Linear(8, 8).to(BRAIN)
-    plain, seen, within, leave = layer.forward, list[tuple[int, bool]](), Event(), Event()
+    seen, within, leave = list[tuple[int, bool]](), Event(), Event()
 
-    def held(states: torch.Tensor) -> torch.Tensor:
+    def held(states: torch.Tensor) -> None:
         within.set()
         assert leave.wait(10)
         seen.append((len(states), torch.backends.mkldnn.enabled))
-        return plain(states)
 
     def begin(rows: int) -> Thread:
         thread = Thread(target=layer, args=(torch.ones(rows, 8, dtype=BRAIN),))
         thread.start()
         return thread
 
-    layer.forward = held  # type: ignore[method-assign]
-    read_in_place(layer)
+    layer = read_in_place_with(held)
     for first, then, expected in (
         (1, 2, [(1, False), (2, True)]),  # the second waits
         (2, 1, [(1, True), (2, True)]),  # the second goes on with oneDNN

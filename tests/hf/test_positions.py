@@ -16,7 +16,7 @@ import torch
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import generate_name, with_cache
-from offload_decode.hf.positions import Lengths, Positions, lengths_of, told_of
+from offload_decode.hf.positions import Lengths, Positions, describe_positions, lengths_of
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.reader import KVStore
 from tests.families import VOCAB
@@ -213,7 +213,7 @@ def test_learned_positions_end_with_their_table(family: str, field: str) -> None
         with pytest.raises(ConfigError, match=r"50 learned positions.*split the corpus"):
             lengths.chosen(tokens, context)
     with pytest.raises(ConfigError, match="no more positions"):
-        lengths.held({}, 45).check(51)
+        lengths.of_store({}, 45).check(51)
 
 
 def test_a_store_of_learned_positions_serves_as_many_as_there_are(tmp_path: Path) -> None:
@@ -243,5 +243,5 @@ def test_a_store_of_learned_positions_serves_as_many_as_there_are(tmp_path: Path
 )
 def test_a_manifest_with_odd_parameters_is_a_sentence(rope: dict[str, Any]) -> None:
     with pytest.raises((StoreMismatch, UnsupportedModel)):
-        told_of(rope, PREFIX)
-    assert told_of({"rope_type": ["longrope"]}, PREFIX) == told_of({}, PREFIX) == ""
+        describe_positions(rope, PREFIX)
+    assert describe_positions({"rope_type": ["longrope"]}, PREFIX) == describe_positions({}, PREFIX) == ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import KeylessLayer
 from offload_decode.hf.recurrent import States
 from offload_decode.hf.recurrent_steps import _in_sequence, _takes_one_token
@@ -34,11 +34,11 @@ class Stored:
     length = 10
 
 
-def stored() -> PrefixCache:
-    return PrefixCache.over(Stored(), SHAPE, {}, states={0: [torch.zeros(1, 2)]})  # type: ignore[arg-type]
+def stored() -> CorpusCache:
+    return CorpusCache.over(Stored(), SHAPE, {}, states={0: [torch.zeros(1, 2)]})  # type: ignore[arg-type]
 
 
-def run(cache: PrefixCache, tokens: int, rows: int = 1) -> None:
+def run(cache: CorpusCache, tokens: int, rows: int = 1) -> None:
     """A pass that counts its tokens in the state."""
     cache.begin(rows, tokens)
     state = cache.get_recurrent_state(0)
@@ -49,23 +49,28 @@ def run(cache: PrefixCache, tokens: int, rows: int = 1) -> None:
     cache.begun = None
 
 
-def state(cache: PrefixCache) -> list[float]:
+def state(cache: CorpusCache) -> list[float]:
     return cache.layers[0].states.held["recurrent0"][:, 0].tolist()
 
 
-def test_a_convolution_sees_the_inputs_before_the_pass() -> None:
-    inputs = torch.arange(12.0).reshape(1, 2, 6)
+def test_a_convolution_gets_the_inputs_before_the_pass_as_its_release_asks_for_them() -> None:
+    inputs = torch.arange(14.0).reshape(1, 2, 7)
     states = States()
     first = states.push("conv0", inputs[..., :2], 4)
-    assert first.tolist() == [[[0, 0, 0, 1], [0, 0, 6, 7]]], "nothing came before: zeros"
-    assert torch.equal(states.push("conv0", inputs[..., 2:], 4)[..., 2:], inputs)
-    assert torch.equal(states.held["conv0"], inputs[..., -4:])
+    assert first.tolist() == [[[0, 0, 0, 1], [0, 0, 7, 8]]], "nothing came before: zeros"
+    assert torch.equal(states.push("conv0", inputs[..., 2:6], 4), torch.cat([first, inputs[..., 2:6]], -1))
+    assert torch.equal(states.held["conv0"], inputs[..., 2:6])
+    assert torch.equal(states.push("conv0", inputs[..., 6:], None), inputs[..., 3:])
+    layer = KeylessLayer(0, states)
+    assert layer.conv_states is not None
+    assert torch.equal(layer.conv_states, inputs[..., 3:])
+    assert layer.recurrent_states is None
 
 
 def test_states_are_kept_as_the_models_own_cache_keeps_them() -> None:
     kept = StateShape("conv0", (2, 3), "bfloat16"), StateShape("recurrent0", (2,), "float32")
     layers = LayerShape(LayerKind.NONE, states=kept), FULL
-    cache = PrefixCache.over(Stored(), ModelShape(layers, 1), {})  # type: ignore[arg-type]
+    cache = CorpusCache.over(Stored(), ModelShape(layers, 1), {})  # type: ignore[arg-type]
     for rows in (1, 2):
         cache.begin(rows, 1)
         assert cache.update_conv_state(torch.ones(rows, 2, 1), 0, conv_kernel_size=3).dtype == torch.bfloat16
@@ -139,7 +144,7 @@ def test_rows_are_picked_and_repeated_with_their_states() -> None:
 def test_the_mask_of_a_layer_without_keys_is_that_of_full_attention() -> None:
     kinds = LayerShape(LayerKind.NONE), LayerShape(LayerKind.SLIDING, 1, 4, 4, 7), FULL
     window = torch.zeros(1, 1, 6, 4)
-    cache = PrefixCache.over(Stored(), ModelShape(kinds, 1), {1: (window, window)})  # type: ignore[arg-type]
+    cache = CorpusCache.over(Stored(), ModelShape(kinds, 1), {1: (window, window)})  # type: ignore[arg-type]
     # transformers asks the first layer that is not sliding (Lfm3: a convolution).
     assert cache.get_mask_sizes(3, 0) == cache.get_mask_sizes(3, 2) == (3, 10)
     assert cache.get_mask_sizes(3, 1) == (9, 4)
@@ -161,7 +166,7 @@ class Sums(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(1))
         self.several = several
 
-    def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, cache_params: CorpusCache) -> torch.Tensor:
         before = cache_params.get_recurrent_state(0)
         if before is not None and hidden.shape[1] > 1:
             if self.several == "fails":
@@ -184,7 +189,7 @@ def test_a_layer_that_does_not_go_on_from_its_state_is_found_out(several: str) -
 
 def test_a_state_may_have_an_effect_on_another_output_than_the_first() -> None:
     class Two(Sums):
-        def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        def forward(self, hidden: torch.Tensor, cache_params: CorpusCache) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
             sums = super().forward(hidden, cache_params)
             return hidden, sums, sums[:, -1:].expand(1, 5, 4)  # and what is no sequence
 
@@ -198,14 +203,3 @@ def test_an_output_without_its_one_token_is_given_it_back() -> None:
     for tokens in (1, 3):
         hidden = torch.rand(2, tokens, 4)
         assert torch.equal(_in_sequence(squeezed, hidden), hidden)
-
-
-def test_a_convolution_gets_the_inputs_that_its_release_asks_for() -> None:
-    columns = torch.arange(5.0).reshape(1, 1, 5)
-    states = States()
-    assert states.push("conv0", columns[..., :2], 3).tolist() == [[[0, 0, 1]]]
-    assert states.push("conv0", columns[..., 2:4], 3).tolist() == [[[0, 0, 1, 2, 3]]]
-    assert states.push("conv0", columns[..., 4:], None).tolist() == [[[2, 3, 4]]]
-    layer = KeylessLayer(0, states)
-    assert layer.conv_states.tolist() == [[[2, 3, 4]]]
-    assert layer.recurrent_states is None

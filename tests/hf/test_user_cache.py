@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,25 +13,20 @@ from offload_decode.hf.user_cache import KEPT, cached_fingerprint
 from offload_decode.indexes import verified
 
 
-@pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """`ask()` is the fingerprint; `ask.times` counts how often it was computed."""
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """`asked()` is the fingerprint of `asked.file`; `asked.compute` counts how often it was computed."""
     file = tmp_path / "weights"
     file.write_bytes(b"one")
-
-    class Ask:
-        times = 0
-
-        def __call__(self, how="as is"):
-            return cached_fingerprint([file], how, self.compute)
-
-        def compute(self):
-            self.times += 1
-            return file.read_bytes().hex()
-
-    ask = Ask()
-    ask.file, ask.cache = file, tmp_path / "cache"
+    compute = Mock(side_effect=lambda: file.read_bytes().hex())
+    ask = Mock(side_effect=lambda how="as is": cached_fingerprint([file], how, compute))
+    ask.file, ask.compute = file, compute
     return ask
 
 
@@ -41,9 +37,9 @@ def settled(monkeypatch):
 
 def test_it_is_computed_once_for_the_same_files(asked, settled):
     assert asked() == asked() == b"one".hex()
-    assert asked.times == 1
+    assert asked.compute.call_count == 1
     asked("in another dtype")
-    assert asked.times == 2
+    assert asked.compute.call_count == 2
 
 
 def test_a_file_that_changed_in_place_is_computed_anew_even_with_its_old_time(asked, settled):
@@ -58,7 +54,7 @@ def test_a_file_that_changed_in_place_is_computed_anew_even_with_its_old_time(as
 
 def test_a_file_of_just_now_is_not_remembered(asked):
     assert asked() == asked()
-    assert asked.times == 2
+    assert asked.compute.call_count == 2
 
 
 def test_what_is_kept_is_bounded(asked, settled):
@@ -66,13 +62,13 @@ def test_what_is_kept_is_bounded(asked, settled):
         asked(str(number))
     assert len(list(module._folder().iterdir())) == KEPT
     asked(str(KEPT + 4))
-    assert asked.times == KEPT + 5, "the newest are kept"
+    assert asked.compute.call_count == KEPT + 5, "the newest are kept"
 
 
-def test_a_cache_that_cannot_be_written_or_read_is_done_without(asked, settled):
-    asked.cache.write_text("a file where a folder should be")
+def test_a_cache_that_cannot_be_written_or_read_is_done_without(asked, settled, cache):
+    cache.write_text("a file where a folder should be")
     assert asked() == asked() == b"one".hex()
-    assert asked.times == 2
+    assert asked.compute.call_count == 2
 
 
 @pytest.mark.parametrize("text", ["", "not a fingerprint", "ab" * 1000, "\0", "ab\n"])
@@ -81,17 +77,15 @@ def test_what_is_no_fingerprint_is_not_taken_for_one(asked, settled, text):
     (place,) = module._folder().iterdir()
     place.write_text(text)
     assert asked() == b"one".hex()
-    assert asked.times == 2
+    assert asked.compute.call_count == 2
 
 
-def test_files_that_are_gone_are_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_files_that_are_gone_are_not_remembered(tmp_path, cache):
     assert cached_fingerprint([tmp_path / "nowhere"], "as is", lambda: "ab") == "ab"
-    assert not (tmp_path / "cache").exists()
+    assert not cache.exists()
 
 
-def test_what_is_asked_for_again_and_again_stays(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_what_is_asked_for_again_and_again_stays():
     module.save_text("often", "ab")
     for number in range(KEPT + 10):
         module.save_text(f"once {number}", "cd")

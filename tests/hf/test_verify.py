@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf import user_cache, verify
-from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import cache_in
 from offload_decode.hf.verify import CLOSE, EquivalenceCheck, check_equivalence, shape_of
 from offload_decode.models.checkpoint import read_config
@@ -122,7 +122,7 @@ def test_a_mixer_that_forgets_its_state_is_refused(afresh, monkeypatch):
 
     def forgetful(self, hidden_states, **kwargs):
         out, cache = run(self, hidden_states, **kwargs), cache_in(kwargs)
-        if isinstance(cache, PrefixCache):
+        if isinstance(cache, CorpusCache):
             states = cache.layers[self.layer_idx].states
             states.put("recurrent0", torch.zeros_like(states.held["recurrent0"]))
         return out
@@ -138,7 +138,7 @@ def test_a_check_is_remembered_in_the_process_and_between_processes(tried, monke
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0]
     user_cache._known.clear()
-    monkeypatch.setattr(verify, "_versions", lambda: ("another release",))
+    monkeypatch.setattr(verify, "_code", lambda: "another release")
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
 

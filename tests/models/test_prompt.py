@@ -1,5 +1,6 @@
 """Prompts: what is stored and what follows it are together the tokens of one encoding of the whole text, for
-every kind of tokenizer.
+every kind of tokenizer. A chat template is a stranger's program: its size is bounded, and what it writes is
+passed on.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ from offload_decode.common.errors import ModelError
 from offload_decode.engine.engine import Engine
 from offload_decode.models.fingerprints import tokenizer_hash
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.prompt import Piece, encode, encode_after, encode_first, encode_text, prompt_for
+from offload_decode.models.prompt import (
+    LONGEST_TEMPLATE,
+    LONGEST_WRITTEN,
+    Piece,
+    TemplateRefuses,
+    encode,
+    encode_after,
+    encode_first,
+    encode_text,
+    prompt_for,
+    rendered,
+)
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.job import prefill_texts
+from offload_decode.server.chat_prompt import Template
+from offload_decode.server.messages import Message
+from offload_decode.server.requests import WrongField
 from tests.models.tokenizers import BEGINNINGS, KINDS, tokenizer_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -32,6 +47,9 @@ CHAT = (
 )
 TRIMS = CHAT.replace("m.content", "m.content | trim")
 TEMPLATES = {"none": None, "chat": CHAT, "trims": TRIMS}
+ASKED = [{"role": "user", "content": "Où? \ud83d"}]
+SAYS = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+TOO_MUCH = f"{{{{ 'x' * {2 * LONGEST_WRITTEN} }}}}"
 
 texts = st.text(st.sampled_from("aeo .,\n\t(1_é字🙂\u3000ж<"), max_size=12)
 kinds = pytest.mark.parametrize(
@@ -46,7 +64,13 @@ def made(kind, beginning, template):
     return tokenizer, prompt_for(tokenizer)
 
 
-def rendered(tokenizer, *contents):
+def with_template(template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def conversation(tokenizer, *contents):
     turns = zip(("user", "assistant", "user"), contents, strict=False)
     messages = [{"role": role, "content": content} for role, content in turns]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -59,7 +83,7 @@ def whole(tokenizer, prompt, documents, question):
         texts = [f"Document: d\n{text}".rstrip() for text in texts]
     corpus = prompt.join.gap.join(texts)
     if prompt.template == "chat":
-        text = rendered(tokenizer, corpus + prompt.join.gap + question.strip())
+        text = conversation(tokenizer, corpus + prompt.join.gap + question.strip())
         return encode(tokenizer, text)
     ids = tokenizer.encode(f"{corpus}{prompt.join.gap}Question: {question.strip()}\nAnswer:")
     return ids[:-1] if tokenizer.encode("a")[-1] == tokenizer.eos_token_id else ids
@@ -90,7 +114,7 @@ def test_pieces_are_the_tokens_of_one_encoding(kind, beginning, template, docume
 def test_a_further_question_has_the_tokens_that_it_has_behind_an_answer(kind, answer, question):
     """The answer's own tokens are the model's; behind a special token the whole is one encoding again."""
     tokenizer, prompt = made(kind, "added", CHAT)
-    text = rendered(tokenizer, "x", answer, question.strip())
+    text = conversation(tokenizer, "x", answer, question.strip())
     ids = encode(tokenizer, text)
     following = prompt.next(tokenizer, question)
     assert ids[-len(following) :] == following
@@ -189,10 +213,8 @@ def test_where_tokens_cross_every_seam_the_piece_stands_alone():
     ],
 )
 def test_a_template_that_fails_or_changes_the_text_is_refused(template):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
     with pytest.raises(ModelError, match="chat template"):
-        prompt_for(tokenizer)
+        prompt_for(with_template(template))
 
 
 @pytest.mark.parametrize("kind", ["metaspace always", "prepend", "llama 3"])
@@ -233,3 +255,43 @@ def test_a_tokenizer_that_gives_up_is_told() -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     with pytest.raises(ModelError, match="the tokenizer fails on the text"):
         encode(tokenizer, "x" * 60)
+
+
+def test_a_template_writes_what_the_library_writes():
+    known = with_template(SAYS)
+    for messages in (ASKED, [{"role": "user", "content": "x" * 1_000_000}]):
+        assert rendered(known, messages) == known.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('not you') }}", "not you"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{% for %}", "Expected an expression"),
+        ("{% for a in range(999999) %}{% endfor %}", "Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "zero"),
+    ],
+)
+def test_a_template_that_fails_says_why(template, says):
+    with pytest.raises(TemplateRefuses, match=says):
+        rendered(with_template(template), ASKED)
+
+
+def test_a_template_that_is_or_writes_too_much_is_refused():
+    with pytest.raises(ModelError, match="writes more than 65,536 characters"):
+        rendered(with_template(TOO_MUCH + SAYS), ASKED)
+    with pytest.raises(ModelError, match="has more than 1,048,576 characters"):
+        rendered(with_template("x" * LONGEST_TEMPLATE + SAYS), ASKED)
+    echoes = with_template("{{ messages[0]['content'] * 3 }}")
+    assert len(rendered(echoes, [{"role": "user", "content": "x" * LONGEST_WRITTEN}])) == 3 * LONGEST_WRITTEN
+
+
+def test_a_prompt_and_a_server_say_so():
+    with pytest.raises(ModelError, match="writes more than"):
+        prompt_for(with_template(TOO_MUCH + SAYS))
+    template = Template(with_template("{% if messages[1] %}" + TOO_MUCH + "{% endif %}" + SAYS))
+    assert template.rendered([Message("user", "Who?")]) == "<Who?>"
+    with pytest.raises(WrongField, match="writes more than"):
+        template.rendered([Message("user", "Who?"), Message("assistant", "I.")])

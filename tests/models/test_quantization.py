@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from tests.tiny import saved, text_model
 QUESTION = "What is the colour of thing 7?"
 
 
+def prefilled(folder: Path, out: str | Path = "s.kv", chunk: int = 64, **more: Any) -> Any:
+    """The prefill of the corpus in `folder` by the model there."""
+    made = {"model": str(folder / "model"), "out": folder / out, "device": "cpu"}
+    return prefill(str(folder / "corpus.txt"), **made, settings=Settings(options={"chunk": chunk}), **more)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose rows hold whole blocks of 64 weights, and a store of it."""
@@ -27,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05}
     saved(text_model(**sizes), folder / "model")
     (folder / "corpus.txt").write_text("".join(f"Thing {n} has the colour {n * n}.\n" for n in range(20)))
-    prefill(str(folder / "corpus.txt"), model=str(folder / "model"), out=folder / "s.kv", device="cpu")
+    prefilled(folder)
     return folder
 
 
@@ -59,16 +66,15 @@ def test_only_linear_layers_are_taken(folder: Path, weights: str) -> None:
 def test_a_store_says_which_weights_prefilled_it(folder: Path, tmp_path: Path, weights: str) -> None:
     """Its keys are the quantised model's; asked as it is, it equals that model's own generation."""
     pytest.importorskip("bitsandbytes")
-    store, chunk = tmp_path / "small.kv", Settings(options={"chunk": 64})
-    made = {"model": str(folder / "model"), "out": store, "settings": chunk, "device": "cpu"}
-    prefill(str(folder / "corpus.txt"), **made, weights=weights)
+    store = tmp_path / "small.kv"
+    prefilled(folder, store, weights=weights)
     manifest = KVStore.open(store).manifest
     assert manifest.weights == manifest.prefill["weights"] == weights
     assert manifest.weights_hash == KVStore.open(folder / "s.kv").manifest.weights_hash
     says = f"another prefill .*weights={weights}; asked for is dense chunk=64"
     with pytest.raises(StoreMismatch, match=says):
-        prefill(str(folder / "corpus.txt"), **made)
-    assert prefill(str(folder / "corpus.txt"), **made, weights=weights).kept
+        prefilled(folder, store)
+    assert prefilled(folder, store, weights=weights).kept
 
     engine = Engine.open(store, device="cpu", selector="dense")
     assert engine.loaded.weights == weights
@@ -87,18 +93,17 @@ def test_a_store_says_which_weights_prefilled_it(folder: Path, tmp_path: Path, w
 
 def test_an_interrupted_prefill_is_not_gone_on_with_by_other_weights(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    out, settings = tmp_path / "s.kv", Settings(options={"chunk": 32})
+    run = partial(prefilled, folder, tmp_path / "s.kv", chunk=32)
 
     def stop(stage: str, done: int, total: int) -> None:
         if done >= 64:
             raise KeyboardInterrupt
 
-    made = {"model": str(folder / "model"), "out": out, "settings": settings, "device": "cpu"}
     with pytest.raises(KeyboardInterrupt):
-        prefill(str(folder / "corpus.txt"), **made, weights="int4", progress=stop)
+        run(weights="int4", progress=stop)
     with pytest.raises(StoreError):
-        prefill(str(folder / "corpus.txt"), **made)
-    assert prefill(str(folder / "corpus.txt"), **made, weights="int4").resumed_from >= 64
+        run()
+    assert run(weights="int4").resumed_from >= 64
 
 
 @pytest.mark.gpu
