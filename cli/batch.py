@@ -42,12 +42,7 @@ if TYPE_CHECKING:
 def batch(
     stores: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="STORE",
-            help="The stores to ask, or one collection, or a collection's URL in a bucket.",
-            parser=a_path,
-            autocompletion=opts.stores,
-        ),
+        opts.store_argument("The stores to ask, or one collection, or a collection's URL in a bucket.", None),
     ],
     questions: Annotated[
         Path,
@@ -97,8 +92,8 @@ def batch(
     """
     if address is not None:
         client.check_server_options(options)
-    limits = options.gpu_memory, options.ram
-    cluster = cluster_of(workers, worker_count, *limits, server=address is not None)
+    server = address is not None
+    cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     check_out(out)
     read = read_questions(questions)
     if out.exists() and out.samefile(questions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.options import Json, Options, Selector, byte_count, option, token_count
+from offload_decode.cli.options import MODEL_CONFIG, Json, Options, Selector, byte_count, option, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
-from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Machine, Plan
@@ -27,12 +27,7 @@ _OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
 
 
 def plan(
-    model: Annotated[
-        str,
-        option(
-            "M", f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read."
-        ),
-    ],
+    model: Annotated[str, option("M", MODEL_CONFIG)],
     tokens: Annotated[str, option("N", "Tokens of the corpus, such as 50000, 128K or 1M.")],
     gpu: Annotated[
         str | None, option("SIZE", "GPU memory, such as 16GiB, or none.  [default: this machine's]")
@@ -122,12 +117,11 @@ def _machine(without_gpu: bool, gpu: int | None, ram: int | None, disk: int | No
     import torch
 
     from offload_decode.common.memory import own_memory, total_memory
-    from offload_decode.planning.caps import free_space
     from offload_decode.planning.plan import Machine
 
     if gpu is None and not without_gpu and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0).total_memory
-    return Machine(gpu, ram or total_memory(), disk or free_space(Path.cwd()), own_memory())
+    return Machine(gpu, ram or total_memory(), disk or shutil.disk_usage(Path.cwd()).free, own_memory())
 
 
 _PLACES = {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}

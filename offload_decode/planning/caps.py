@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.common.memory import limit_memory, total_memory
@@ -65,24 +63,20 @@ def apply_caps(caps: Caps, device: str = "auto") -> None:
         limit_memory(caps.ram)
 
 
-def check_ask(
-    outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
-) -> list[str]:
-    """Whether a store can be asked; returns what to know beforehand, as sentences. `held`: bytes of memory
-    that the program holds before it loads the model. `index`: the kind that is searched where the options
-    name none. Raises `DoesNotFit`.
-    """
-    asked = planned_ask(outline, manifest, config, caps, held, index=index)
-    return _judged(asked, asked.asking, "asking this store", caps)
-
-
 def planned_ask(
     outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
 ) -> Plan:
-    """What `check_ask` looks at: a question and an answer of usual length."""
+    """What asking a store takes: a question and an answer of usual length. `held`: bytes of memory that the
+    program holds before it loads the model. `index`: the kind that is searched where the options name none.
+    """
     weights = config.weights_after(manifest.weights)
     request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest), weights=weights)
     return plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
+
+
+def check_ask(asked: Plan, caps: Caps) -> list[str]:
+    """Whether a store can be asked; returns what to know beforehand, as sentences. Raises `DoesNotFit`."""
+    return _judged(asked, asked.asking, "asking this store", caps)
 
 
 def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> int:
@@ -145,12 +139,6 @@ def here(device: str, caps: Caps, held: int) -> Machine:
 
         gpu = min(caps.gpu_memory or _UNLIMITED, torch.cuda.get_device_properties(chosen).total_memory)
     return Machine(gpu, min(caps.ram or _UNLIMITED, total_memory()), _UNLIMITED, held)
-
-
-def free_space(path: Path) -> int:
-    """Bytes that are free where `path` is to be."""
-    there = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
-    return shutil.disk_usage(there).free
 
 
 def kv_of(manifest: Manifest) -> str:
