@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -227,49 +227,41 @@ def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch
 
 
 def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Batch) -> None:
+    """Ask as many questions at a time as the batch size says; no more of them after an error that does not
+    concern a single question.
+    """
     config = job.options.config
     wanted = AnswerOptions(config.selector, config.options, job.max_new_tokens, cite=job.cites)
-    with Server(address) as server:
-        for store, question, answer in answers(server, left, wanted, job.size):
-            if isinstance(answer, OffloadDecodeError):
-                job.fail(store, 1, answer)
-            else:
-                job.write(store, [(question, answer.fields(wanted.cite))])
-
-
-Answer = tuple[str, Question, ServerAnswer | OffloadDecodeError]
-
-
-def answers(
-    server: Server, left: Mapping[str, Sequence[Question]], wanted: AnswerOptions, at_once: int
-) -> Iterator[Answer]:
-    """The answers to the questions of each store, or their errors, as they arrive; `at_once` questions are
-    asked concurrently. After an error that does not concern a single question, no more are asked.
-    """
     stopped = Event()
-    names: dict[str, str] = {}
-    for store in left:
-        try:
-            names[store] = server.served(store).name
-        except ConfigError as error:
-            yield from ((store, question, error) for question in left[store])
 
-    def ask(store: str, question: Question) -> Answer:
+    def ask(server: Server, name: str, question: Question) -> ServerAnswer:
         answer = ServerAnswer()
         try:
-            for _ in server.stream(names[store], client.conversation(question.text), wanted, answer, stopped):
+            for _ in server.stream(name, client.conversation(question.text), wanted, answer, stopped):
                 pass
         except OffloadDecodeError as error:
             if not isinstance(error, ConfigError):
                 stopped.set()
-            return store, question, error
-        return store, question, answer
+            raise
+        return answer
 
-    pool = ThreadPoolExecutor(at_once)
-    try:
-        running = [pool.submit(ask, store, question) for store in names for question in left[store]]
-        for done in as_completed(running):
-            yield done.result()
-    finally:
-        stopped.set()  # Ctrl-C: threads stop at the next piece
-        pool.shutdown(cancel_futures=True)
+    with Server(address) as server:
+        names: dict[str, str] = {}
+        for store, group in left.items():
+            try:
+                names[store] = server.served(store).name
+            except ConfigError as error:
+                job.fail(store, len(group), error)
+        pool = ThreadPoolExecutor(job.size)
+        try:
+            asked = [(store, question) for store in names for question in left[store]]
+            running = {pool.submit(ask, server, names[store], one): (store, one) for store, one in asked}
+            for done in as_completed(running):
+                store, question = running[done]
+                if isinstance(error := done.exception(), OffloadDecodeError):
+                    job.fail(store, 1, error)
+                else:
+                    job.write(store, [(question, done.result().fields(wanted.cite))])
+        finally:
+            stopped.set()  # Ctrl-C: threads stop at the next piece
+            pool.shutdown(cancel_futures=True)

@@ -85,23 +85,9 @@ def offload_decode(
 
 
 for command in (
-    prefill.prefill,
-    append.append,
-    collect.collect,
-    plan.plan,
-    index.index,
-    ask.ask,
-    chat.chat,
-    batch.batch,
-    serve.serve,
-    models.models,
-    selectors.selectors,
-    inspect.inspect,
-    verify.verify,
-    push_pull.push,
-    push_pull.pull,
-    demo.demo,
-    doctor.doctor,
+    *(prefill.prefill, append.append, collect.collect, plan.plan, index.index),
+    *(ask.ask, chat.chat, batch.batch, serve.serve, models.models, selectors.selectors),
+    *(inspect.inspect, verify.verify, push_pull.push, push_pull.pull, demo.demo, doctor.doctor),
 ):
     panelled = command in (ask.ask, chat.chat, batch.batch)
     app.command(command.__name__, cls=PanelledCommand if panelled else None)(command)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,16 +59,15 @@ def plan(
     if sys.stderr.isatty():
         output.note("Reading the model's config …")
 
-    with _uncollected():
-        from offload_decode.models.size_estimate import outline
-        from offload_decode.planning.plan import plan as plan_for
-        from offload_decode.planning.proposals import most_tokens, nearest
+    from offload_decode.models.size_estimate import outline
+    from offload_decode.planning.plan import plan as plan_for
+    from offload_decode.planning.proposals import most_tokens, nearest
 
-        rows = None if chunk == "auto" else token_count(chunk)
-        request = _request(wanted, rows, kv, weights, selector, options)
-        planned = plan_for(outline(model), request, _machine(without_gpu, *sizes))
-        proposed = planned if planned.fits else nearest(planned)
-        most = None if proposed else most_tokens(planned)
+    rows = None if chunk == "auto" else token_count(chunk)
+    request = _request(wanted, rows, kv, weights, selector, options)
+    planned = plan_for(outline(model), request, _machine(without_gpu, *sizes))
+    proposed = planned if planned.fits else nearest(planned)
+    most = None if proposed else most_tokens(planned)
     if as_json:
         output.answer_json(_as_json(planned, proposed, most))
     else:
@@ -84,18 +80,6 @@ def plan(
         output.answer("\n\n".join(parts))
     if proposed is None:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage: imports make none, and looking for it takes a fifth of their time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _request(

@@ -1,4 +1,4 @@
-"""A collection in a bucket: what went there comes back, is renewed, and is asked where few stores fit."""
+"""Stores and collections in a bucket: they come back, are renewed, and are asked where few stores fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.store.files import SEAL
-from tests.cli.conftest import lines_of, refused, run
+from tests.cli.conftest import done, json_of, lines_of, refused, run, write_lines
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
 
@@ -54,8 +54,7 @@ def content(collection: Path) -> dict[str, bytes]:
 
 
 def asked(place: str | Path, *options: str) -> dict[str, str]:
-    ran = run("ask", place, "Which word is beta?", "--json", "--max-new-tokens", "3", *options)
-    assert ran.code == 0, ran.err
+    ran = done("ask", place, "Which word is beta?", "--json", "--max-new-tokens", "3", *options)
     return {one["document"]: one["answer"] for one in json.loads(ran.out)["answers"]}
 
 
@@ -64,12 +63,47 @@ def kept() -> list[Path]:
     return [path for path in (user_cache() / "fetched").glob("*/content") if (path / "zarr.json").exists()]
 
 
+def test_a_store_goes_there_and_comes_back(service, store, tmp_path):
+    url, back = f"s3://bucket{tmp_path}/x.kv", tmp_path / "back.kv"
+    pushed = run("push", store, url)
+    assert (pushed.code, pushed.out) == (0, "")
+    assert f"{url}: " in pushed.err
+    assert f"offload-decode pull {url} STORE" in pushed.err
+    again = run("push", store, url, "--json", "-q")
+    assert again.err == ""
+    found = json.loads(again.out)
+    assert (found["files"], found["bytes"], found["url"]) == (0, 0, url)
+    assert found["skipped_files"] > 0
+    pulled = run("pull", url, back, "--json")
+    assert json.loads(pulled.out)["bytes"] == found["skipped_bytes"]
+    assert "files fetched" in pulled.err
+    assert run("verify", back).code == 0
+    assert run("pull", url, tmp_path / "quiet.kv", "-q").err == ""
+
+
+def test_what_is_no_store_or_no_bucket_is_refused(service, store, tmp_path):
+    url = f"s3://bucket{tmp_path}/x.kv"
+    assert "There is no store at s3://" in refused(1, "pull", url, tmp_path / "back.kv")
+    assert "There is no store at" in refused(1, "push", tmp_path / "none.kv", url)
+    assert "There is no store at s3://" in refused(1, "pull", url, store)
+    assert run("push", store, there := f"s3://bucket{tmp_path}/there.kv").code == 0
+    (kept := tmp_path / "kept.kv").mkdir()
+    (kept / "notes.txt").write_text("mine")
+    assert "exists already" in refused(1, "pull", there, kept)
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert "s3://BUCKET/NAME" in refused(2, "push", store, tmp_path / "x.kv")
+    assert "s3://BUCKET/NAME" in refused(2, "pull", store, url)
+    assert "There is no bucket" in refused(1, "push", store, "s3://no-bucket/x.kv")
+    service.refuse_after = 0
+    assert "was refused" in refused(1, "pull", url, tmp_path / "back.kv")
+
+
 def test_it_goes_there_and_comes_back(collection, service, tmp_path):
     url = f"s3://bucket{tmp_path}/texts"
     ran = run("push", collection, url, "--json")
     assert (ran.code, json.loads(ran.out)["moved"]) == (0, 3)
     service.requests.clear()
-    again = json.loads(run("push", collection, url, "--json").out)
+    again = json_of("push", collection, url)
     assert (again["moved"], again["kept"], again["files"]) == (0, 3, 0)
     assert service.sent("PUT") == []
     back = tmp_path / "back"
@@ -205,8 +239,8 @@ def test_it_is_asked_where_it_lies(collection, url, tmp_path):
     assert len(kept()) == 1
     expected = asked(collection, "--all")
     assert asked(url, "--all") == expected
-    questions, out = tmp_path / "q.jsonl", tmp_path / "out.jsonl"
-    questions.write_text('{"question": "Which word is beta?"}\n')
+    questions = write_lines(tmp_path / "q.jsonl", {"question": "Which word is beta?"})
+    out = tmp_path / "out.jsonl"
     command = ("batch", url, "--all", "--questions", questions, "--out", out, "--max-new-tokens", "3")
     assert run(*command).code == 0
     lines = lines_of(out)

@@ -20,7 +20,7 @@ from offload_decode.prefill_jobs.many import Job
 from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, indexed
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
 from offload_decode.prefill_jobs.on_ray.workers import Reply
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import json_of, refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_ray import descendants
 
@@ -34,7 +34,7 @@ def indexes_of(store: Path) -> dict[str, bytes]:
 def test_several_stores_are_indexed_as_each_alone(copy):
     stores = [copy(name) for name in ("a.kv", "b.kv", "c.kv")]
     assert run("index", stores[0], "--k", "10").code == 0
-    told = json.loads(run("index", *stores[1:], "--k", "10", "--json").out)
+    told = json_of("index", *stores[1:], "--k", "10")
     assert [report["built"] for report in told["indexes"]] == [report["heads"] for report in told["indexes"]]
     assert indexes_of(stores[0]) == indexes_of(stores[1]) == indexes_of(stores[2])
 
@@ -66,7 +66,7 @@ def test_a_collection_is_indexed_store_by_store(home, tmp_path):
         (tmp_path / "texts" / f"{name}.txt").write_text(f"Chapter {name}. " * 20)
     path = tmp_path / "all.collection"
     assert run("collect", tmp_path / "texts", "--model", home / "model", "--out", path).code == 0
-    told = json.loads(run("index", path, "--k", "10", "--json").out)
+    told = json_of("index", path, "--k", "10")
     assert len(told["indexes"]) == 2
     assert run("verify", path).code == 0
 

@@ -2,18 +2,17 @@
 
 import dataclasses
 import inspect
-import json
 
 import pytest
 
 from offload_decode.selectors import registry
 from offload_decode.selectors.registry import declared
-from tests.cli.conftest import run
+from tests.cli.conftest import json_of, run
 from tests.processes import apart
 
 
 def test_every_selector_is_listed_with_paper_cost_and_memory():
-    listed = json.loads(run("selectors", "--json").out)["selectors"]
+    listed = json_of("selectors")["selectors"]
     assert [one["name"] for one in listed] == registry.names()
     for one in listed:
         assert one["paper"].startswith("https://") or one["name"] == "random", one["name"]
