@@ -258,8 +258,8 @@ def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Ba
             running = {pool.submit(ask, server, names[store], one): (store, one) for store, one in asked}
             for done in as_completed(running):
                 store, question = running[done]
-                if isinstance(error := done.exception(), OffloadDecodeError):
-                    job.fail(store, 1, error)
+                if isinstance(failure := done.exception(), OffloadDecodeError):
+                    job.fail(store, 1, failure)
                 else:
                     job.write(store, [(question, done.result().fields(wanted.cite))])
         finally:

@@ -71,20 +71,16 @@ def index(
     given, several = _of_collections(stores)
     announce_compiling()
     exit_on_bus_error()
-
-    if cluster is not None:
-        from offload_decode.prefill_jobs.on_ray.jobs import index_on_ray
-
-        with Progress(quiet) as progress:
-            results = index_on_ray(given, cluster, kind, recall=recall, k=k, progress=progress)
-        _report_all(results, recall, as_json, quiet)
-        return
     with Progress(quiet) as progress, files.synced(not no_sync):
-        if several:
+        if cluster is not None:
+            from offload_decode.prefill_jobs.on_ray.jobs import index_on_ray
+
+            results = index_on_ray(given, cluster, kind, recall=recall, k=k, progress=progress)
+        elif several:
             results = _one_by_one(given, kind, recall, k, progress)
         else:
             report = build_indexes(given[0], kind, recall=recall, k=k, progress=progress)
-    if several:
+    if several or cluster is not None:
         _report_all(results, recall, as_json, quiet)
         return
     if as_json:

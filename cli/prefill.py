@@ -171,25 +171,23 @@ def prefill(
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {"model": model, "settings": settings, "staging": staging, "rules": rules}
     given |= {"device": run_with.device, "dtype": run_with.dtype, "weights": run_with.weights}
-    if cluster is not None:
-        from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
-
-        with Progress(quiet) as progress:
-            results = prefill_on_ray(jobs, cluster, **given, progress=progress)
-        _report_all(results, as_json, quiet)
-        return
-    run_with.admit(model, settings.chunk)
+    if cluster is None:
+        run_with.admit(model, settings.chunk)
     with Progress(quiet) as progress, files.synced(not no_sync):
-        if several:
+        if cluster is not None:
+            from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
+
+            results = prefill_on_ray(jobs, cluster, **given, progress=progress)
+        elif several:
             results = prefill_many(jobs, **given, progress=progress)
         else:
             report = run(corpora[0], out=out, **given, progress=progress)
-    if several:
+    if several or cluster is not None:
         _report_all(results, as_json, quiet)
-    else:
-        if as_json:
-            output.answer_json(asdict(report))
-        output.note(f"{_made(report)}\n{checked(model)}\n{_next(report)}", quiet)
+        return
+    if as_json:
+        output.answer_json(asdict(report))
+    output.note(f"{_made(report)}\n{checked(model)}\n{_next(report)}", quiet)
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:

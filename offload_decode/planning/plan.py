@@ -239,4 +239,4 @@ def _weights(outline: Outline, weights: str, device: Medium) -> Part:
 
 
 def _store_bytes(outline: Outline, request: Workload) -> int:
-    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype, chunk=request.chunk)
+    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype, request.chunk)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from offload_decode.cli import compiling
 from offload_decode.cli.main import app
+from tests.processes import apart
 from tests.tiny import text_model, tiny_tokenizer
 
 # Each invocation would read the signatures of all commands anew, which takes longer than most of them do.
@@ -48,6 +49,15 @@ def run(*args: str | Path, stdin: str | bytes | None = None) -> Ran:
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     assert "Traceback" not in result.stderr
     return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def imported(*args: str | Path) -> tuple[str, set[str]]:
+    """What a command prints in a process of its own, and the modules that it imports."""
+    ran = apart(
+        f"import atexit, sys\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n{MAIN}", *args
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, set(ran.stderr.splitlines()[-1].split())
 
 
 def done(*args: str | Path, stdin: str | bytes | None = None) -> Ran:

@@ -15,17 +15,10 @@ from offload_decode.common.errors import StoreError
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.security import Access
 from offload_decode.server.requests import Busy
-from tests.cli.conftest import json_of, lines_of, refused, run, write_lines
-from tests.processes import apart
+from tests.cli.conftest import imported, json_of, lines_of, refused, run, write_lines
 from tests.server.fakes import STORED, FakeService
 from tests.server.http.conftest import listening
 
-LIGHT = """
-import atexit, sys
-atexit.register(lambda: print(*sys.modules, file=sys.stderr))
-from offload_decode.cli.main import main
-main()
-"""
 HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi"}
 MANNER = AnswerOptions("topk", {}, 64)
 
@@ -244,6 +237,6 @@ def test_a_batch_names_unanswered_questions(url, service, tmp_path):
 
 
 def test_asking_a_server_skips_slow_imports(url):
-    ran = apart(LIGHT, "ask", "book", "q", "--server", url, "--cite")
-    assert (ran.returncode, ran.stdout) == (0, "q\n")
-    assert not set(ran.stderr.splitlines()[-1].split()) & HEAVY
+    printed, modules = imported("ask", "book", "q", "--server", url, "--cite")
+    assert printed == "q\n"
+    assert not modules & HEAVY
