@@ -22,7 +22,7 @@ def news(tmp_path: Path) -> Path:
 
 def test_a_document_more(copy, news):
     store = copy("s.kv")
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     ran = run("append", store, news)
     assert (ran.code, ran.out) == (0, ""), ran
     lines = ran.err.splitlines()
@@ -33,8 +33,8 @@ def test_a_document_more(copy, news):
     assert "(6 extended)" in lines[2]
     assert re.search(r"; recall@10 (0\.9|1\.0)\d+ on average, (0\.9|1\.0)\d+ for the worst head", lines[2])
     assert lines[-1] == f'ask it something: offload-decode ask {store} "…"'
-    assert run("verify", store).code == 0
-    assert run("ask", store, "What is the colour?", "--max-new-tokens", "2").code == 0
+    done("verify", store)
+    done("ask", store, "What is the colour?", "--max-new-tokens", "2")
     tokens = json_of("inspect", store)["manifest"]["n_tokens"]
     assert run("append", store, news).err.splitlines() == [
         "in the store already: news.txt",

@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,26 @@ def test_options_that_do_not_go_together_are_refused(store, questions, tmp_path,
     assert told in refused(2, "ask", store, "Why?", *options)
 
 
+@contextmanager
+def killing(title: str, most: int, pause: Callable[[random.Random], float]) -> Iterator[list[int]]:
+    """Meanwhile processes of that title are killed with SIGKILL, `most` of them, each after a pause."""
+    rng, over, killed = random.Random(0), threading.Event(), list[int]()
+
+    def kill() -> None:
+        while len(killed) < most and not over.wait(pause(rng)):
+            if workers := [pid for pid, name in descendants(os.getpid()).items() if title in name]:
+                killed.append(rng.choice(workers))
+                os.kill(killed[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        killer.join()
+
+
 STORES = int(os.environ.get("OFFLOAD_DECODE_BATCH_STORES", "5"))
 KILLS = 2 + STORES // 2
 
@@ -143,14 +164,6 @@ def test_workers_killed_at_random_and_a_machine_that_goes(store, copy, questions
     stores, out = [store, *(copy(f"{number}.kv") for number in range(1, STORES))], tmp_path / "out.jsonl"
     machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     going = [machines.add_node(num_cpus=1), machines.add_node(num_cpus=1)][:1]
-    rng, over, killed = random.Random(0), threading.Event(), []
-
-    def kill() -> None:
-        while len(killed) < KILLS and not over.wait(rng.expovariate(1 / 4)):
-            workers = [pid for pid, title in descendants(os.getpid()).items() if "ray::Asker" in title]
-            if workers:
-                killed.append(rng.choice(workers))
-                os.kill(killed[-1], signal.SIGKILL)
 
     def append_and_lose_a_machine(path: Path, answers: list[dict[str, Any]]) -> None:
         append_answers(path, answers)
@@ -158,17 +171,15 @@ def test_workers_killed_at_random_and_a_machine_that_goes(store, copy, questions
             machines.remove_node(going.pop())
 
     monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_lose_a_machine)
-    on_three, killer = ("--workers", "ray", "--worker-count", "3"), threading.Thread(target=kill)
+    on_three = ("--workers", "ray", "--worker-count", "3")
+    monkeypatch.setenv("RAY_ADDRESS", machines.address)
     try:
-        monkeypatch.setenv("RAY_ADDRESS", machines.address)
-        killer.start()
-        ran = batch(questions, out, *stores, options=on_three)
+        with killing("ray::Asker", KILLS, lambda rng: rng.expovariate(1 / 4)) as killed:
+            ran = batch(questions, out, *stores, options=on_three)
         assert ran.code == 0, ran.err
         assert killed
         assert not going
     finally:
-        over.set()
-        killer.join()
         machines.shutdown()
     again = batch(questions, out, *stores, options=on_three)
     assert again.err == f"{out}: 0 answers, {STORES * len(QUESTIONS)} there already\n"

@@ -175,7 +175,7 @@ def test_a_question_that_names_a_document_finds_it(home, tmp_path):
     for number in (3, 4, 5):
         (folder / f"note-{number:04}.txt").write_text("The same words everywhere.")
     out = tmp_path / "collection"
-    assert run("collect", folder, "--model", home / "model", "--out", out).code == 0
+    done("collect", folder, "--model", home / "model", "--out", out)
     ran = run("ask", out, "What says note-0004.txt?", "--top", "1", "--max-new-tokens", "2", "--json")
     (answer,) = json.loads(ran.out)["answers"]
     assert answer["document"] == "note-0004.txt"
@@ -196,7 +196,7 @@ def test_every_store_is_verified(collection, copied):
 def test_it_is_inspected(home, texts, copied, tmp_path):
     metadata = tmp_path / "said.jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 1, "by": "A"}\n')
-    assert run("collect", texts, "--model", home / "model", "--out", copied, "--metadata", metadata).code == 0
+    done("collect", texts, "--model", home / "model", "--out", copied, "--metadata", metadata)
     opened = Collection(copied)
     shutil.rmtree(opened.store(opened.entries[2]))
     told = json_of("inspect", copied)

@@ -18,7 +18,7 @@ from offload_decode.indexes import registry as index_registry
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import registry
 from offload_decode.types import StepStats
-from tests.cli.conftest import TEXT, Ran, flip, json_of, run
+from tests.cli.conftest import TEXT, Ran, done, flip, json_of, run
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
 QUESTION = "what is the colour of thing 3?"
@@ -197,7 +197,7 @@ UNFINISHED, DAMAGED = ["begun", "some heads", "no metadata"], ["metadata", "size
 @pytest.mark.parametrize("how", [*UNFINISHED, *DAMAGED])
 def test_an_incomplete_index_is_ignored_with_a_note(copy, how):
     store = copy("half.kv")
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     whole = run("ask", store, QUESTION, "--max-new-tokens", "5").out
     make_unfinished(store, how)
     ran = run("ask", store, QUESTION, "--max-new-tokens", "5", "--json")
@@ -213,10 +213,11 @@ def test_an_incomplete_index_is_ignored_with_a_note(copy, how):
     assert asked.code == (2 if how in UNFINISHED else 1)
     assert "offload-decode index" in asked.err
     assert run("ask", store, QUESTION, "--max-new-tokens", "2", "-o", "index=flat").err == ""
-    assert run("inspect", store).code == run("inspect", store, "--json").code == 0
+    done("inspect", store)
+    done("inspect", store, "--json")
     if how in UNFINISHED:
         assert "unfinished" in run("inspect", store).out
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     again = run("ask", store, QUESTION, "--max-new-tokens", "5", "--json")
     assert (again.err, json.loads(again.out)["search"]) == ("", {"index": "clusters"})
     (folder,) = store.with_name("half.kv.indexes").iterdir()
@@ -226,7 +227,7 @@ def test_an_incomplete_index_is_ignored_with_a_note(copy, how):
 @pytest.mark.parametrize("how", ["begun", "some heads"])
 def test_verify_tells_unfinished_from_damaged(copy, how):
     store = copy("half.kv")
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     make_unfinished(store, how)
     ran = run("verify", store, "--json")
     told = json.loads(ran.out)
@@ -264,7 +265,7 @@ def test_verify_finds_damage(store, copy):
 
 def test_verify_finds_a_damaged_index(copy):
     store = copy("damaged.kv")
-    assert run("index", store, "--kind", "flat").code == 0
+    done("index", store, "--kind", "flat")
     metadata = store.with_name("damaged.kv.indexes") / "flat" / "layer-001-head-000.json"
     metadata.write_text(metadata.read_text().replace('"n"', '"m"'))
     ran = run("verify", store)
@@ -278,7 +279,7 @@ def test_verify_finds_a_damaged_index(copy):
 )
 def test_verify_finds_a_changed_recall_which_is_not_shown(copy, written, instead):
     store = copy("changed.kv")
-    assert run("index", store, "--kind", "faiss-ivf", "--k", "10").code == 0
+    done("index", store, "--kind", "faiss-ivf", "--k", "10")
     for metadata in store.with_name("changed.kv.indexes").rglob("*.json"):
         text = metadata.read_text()
         assert written in text

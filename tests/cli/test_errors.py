@@ -58,7 +58,7 @@ def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home, 
     assert "(64 of 530 tokens)" in refused(1, "ask", out, "q")
     ran = done("prefill", corpus, "--model", model, "--out", out, "-o", "chunk=64")
     assert "resumed after 64" in ran.err
-    assert run("verify", out).code == 0
+    done("verify", out)
 
 
 def test_a_truncated_store(copy):
@@ -178,7 +178,7 @@ def test_nothing_is_written_into_a_store(home, store, inside):
     ran = run("prefill", home / "corpus.txt", "--model", home / "model", "--out", f"{store}/{inside}")
     assert ran.code == 1
     assert "is a store itself" in ran.err
-    assert run("verify", store).code == 0
+    done("verify", store)
 
 
 @pytest.mark.parametrize("out", ["", ".", "a/.."])
@@ -251,7 +251,7 @@ def test_a_closed_pipe_is_no_error_to_report(store):
 
 def test_help_comes_at_once_and_without_heavy_imports():
     for args in (["--help"], ["-h"], ["ask", "-h"], ["--version"]):
-        assert run(*args).code == 0
+        done(*args)
     loaded = set(apart(LIGHT).stdout.split())
     assert "typer" in loaded
     assert not HEAVY & loaded

@@ -41,7 +41,7 @@ def test_options_given_twice_make_a_grid(home, tmp_path):
 
 def test_another_run_does_not_write_over_results(home, tmp_path):
     out = tmp_path / "run.jsonl"
-    assert run("eval", "ablation", "--model", home / "model", *ASK, "--out", out).code == 0
+    done("eval", "ablation", "--model", home / "model", *ASK, "--out", out)
     before = out.read_bytes()
     message = refused(2, "eval", "ablation", "--model", home / "model", *ASK, "--seeds", "3", "--out", out)
     assert "differs in seeds: choose another --out" in message

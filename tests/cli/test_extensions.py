@@ -40,7 +40,7 @@ def test_it_selects_searches_and_prefills(home, copy, tmp_path):
         "prefill", corpus, "--model", home / "model", "--out", out, "--method", "evenly", "-o", "budget=50%"
     )
     (tmp_path / "more.txt").write_text("Fact 99: the colour of thing 99 is blue.\n")
-    assert run("append", out, tmp_path / "more.txt").code == 0
+    done("append", out, tmp_path / "more.txt")
     told = json_of("inspect", out)
     assert told["manifest"]["prefill"]["method"] == "evenly"
 
@@ -82,8 +82,8 @@ def test_one_that_is_broken_is_one_sentence(home, store, tmp_path):
         said = refused(1, *arguments)
         assert "'torn' of torn 0.1 cannot be used" in said
         assert "No module named 'nowhere'" in said
-    assert run("ask", store, *QUESTION).code == 0
-    assert run("--help").code == 0
+    done("ask", store, *QUESTION)
+    done("--help")
 
 
 @pytest.mark.usefixtures("example")
@@ -111,12 +111,12 @@ def test_what_an_extension_made_says_so_where_it_is_not_installed(home, copy, tm
     store, made = copy("docs.kv"), tmp_path / "evenly.kv"
     with pytest.MonkeyPatch.context() as patch:
         install_example(tmp_path / "example", patch)
-        assert run("index", store, "--kind", "sorted-keys").code == 0
+        done("index", store, "--kind", "sorted-keys")
         arguments = ["--model", home / "model", "--out", made, "--method", "evenly"]
-        assert run("prefill", home / "corpus.txt", *arguments).code == 0
+        done("prefill", home / "corpus.txt", *arguments)
     said = refused(2, "ask", store, *QUESTION, "-o", "index=sorted-keys")
     assert "built by an extension that is not installed here: install the package" in said
-    assert run("ask", store, *QUESTION).code == 0
+    done("ask", store, *QUESTION)
     assert "sorted-keys" in run("inspect", store).out
     (problem,) = json.loads(run("verify", store, "--json").out)["problems"]
     assert "not installed here" in problem

@@ -35,8 +35,8 @@ def bucket(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A folder that is a bucket with a collection; for reading only."""
     folder = tmp_path_factory.mktemp("bucket")
     here = folder.with_name(folder.name + ".here")
-    assert run("collect", texts, "--model", home / "model", "--out", here).code == 0
-    assert run("push", here, f"file://{folder}/texts").code == 0
+    done("collect", texts, "--model", home / "model", "--out", here)
+    done("push", here, f"file://{folder}/texts")
     return folder
 
 

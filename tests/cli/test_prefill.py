@@ -62,7 +62,7 @@ def test_straight_into_a_bucket(home, prefill, tmp_path):
     assert told["pushed"]["files"] > 0
     assert f"offload-decode pull {url} STORE" in ran.err
     pulled = tmp_path / "pulled.kv"
-    assert run("pull", url, pulled).code == 0
+    done("pull", url, pulled)
     assert KVStore.open(pulled).store_digest == KVStore.open(home / "store.kv").store_digest
     again = [*prefill, "--out", url, "--staging", tmp_path / "staging"]
     assert "kept, it is there already" in run(*again).err
@@ -71,18 +71,18 @@ def test_straight_into_a_bucket(home, prefill, tmp_path):
 
 def test_the_staging_folder_is_in_the_users_cache(prefill, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run(*prefill, "--out", f"file://{tmp_path}/a.kv").code == 0
+    done(*prefill, "--out", f"file://{tmp_path}/a.kv")
     assert list((tmp_path / "cache" / "offload-decode" / "staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4-values"])
 def test_how_keys_and_values_are_stored(prefill, tmp_path, kv):
-    assert run(*prefill, "--out", tmp_path / "s", "--kv", kv).code == 0
+    done(*prefill, "--out", tmp_path / "s", "--kv", kv)
     assert kv_of(KVStore.open(tmp_path / "s").manifest) == kv
 
 
 def test_ask_and_inspect_say_how_the_store_was_made(prefill, store, tmp_path):
-    assert run(*prefill, "--out", tmp_path / "s", "--method", "quoka", "--kv", "int8").code == 0
+    done(*prefill, "--out", tmp_path / "s", "--method", "quoka", "--kv", "int8")
     asked = run("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2")
     assert "approximate: prefilled with quoka (" in asked.err
     assert "budget=25%" in asked.err
@@ -170,7 +170,7 @@ def test_patterns_choose_files_and_skipped_ones_are_named(home, folder, tmp_path
 def test_several_corpora_share_the_rules(home, folder, tmp_path):
     folder = folder.rename(tmp_path / "texts")
     args = ["prefill", folder, home / "corpus.txt", "--model", home / "model", "--glob", "*.md"]
-    assert run(*args, "--out", tmp_path / "out").code == 0
+    done(*args, "--out", tmp_path / "out")
     assert [one.name for one in KVStore.open(tmp_path / "out" / "texts.kv").documents] == [
         "a.md",
         "docs/c.md",
@@ -193,7 +193,7 @@ def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home, tmp_path)
     text_model(max_position_embeddings=512, rope_parameters=rope).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     given = ["prefill", home / "corpus.txt", "--model", tmp_path / "model", "--out", tmp_path / "store"]
-    assert run(*given, "--context", "1K").code == 0
+    done(*given, "--context", "1K")
     tokens = json_of("inspect", tmp_path / "store")["manifest"]["n_tokens"]
     assert f"rotated as in a text of {tokens + 1024:,} tokens" in run("inspect", tmp_path / "store").out
     assert f"{tokens + 4096:,} tokens" in run("plan", "--model", tmp_path / "model", "--tokens", tokens).out
