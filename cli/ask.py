@@ -59,9 +59,7 @@ def ask(
         ),
     ] = None,
     worker_count: opts.WorkerCount = None,
-    stats: Annotated[
-        bool, option(None, "Show on stderr what the answer cost.", "--stats", panel=opts.OUTPUT)
-    ] = False,
+    stats: Annotated[bool, option(None, "Show on stderr what the answer cost.", "--stats")] = False,
 ) -> None:
     """Answer one question from a store, or from documents of a collection.
 

@@ -280,10 +280,8 @@ def workers_option(help: str) -> Any:
     )
 
 
-Json = Annotated[bool, option(None, "Print one JSON object on stdout.", "--json", panel=OUTPUT)]
-Quiet = Annotated[
-    bool, option(None, "Show no progress and no notes on stderr.", "-q", "--quiet", panel=OUTPUT)
-]
+Json = Annotated[bool, option(None, "Print one JSON object on stdout.", "--json")]
+Quiet = Annotated[bool, option(None, "Show no progress and no notes on stderr.", "-q", "--quiet")]
 
 NoSync = Annotated[
     bool,
