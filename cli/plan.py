@@ -196,8 +196,7 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
 
 
 def _prefill_verdict(planned: Plan, what: str) -> str:
-    from offload_decode.planning.plan import plan
-    from offload_decode.planning.proposals import can_stream, nearest_prefill
+    from offload_decode.planning.proposals import nearest_prefill
 
     fits = nearest_prefill(planned)
     if fits is None:
@@ -207,12 +206,10 @@ def _prefill_verdict(planned: Plan, what: str) -> str:
     settings = _settings(planned, fits, chosen | ({"weights": fits.request.weights} if few else {}))
     also = ""
     if few:
-        whole = replace(fits.request, weights="auto")
-        if plan(fits.source, whole, fits.machine).prefill_fits:
+        if fits.changed(weights="auto").prefill_fits:
             also = ", or with full weights"
-        elif can_stream(fits.source, fits.machine):
-            streamed = plan(fits.source, replace(whole, streamed=True), fits.machine)
-            also = ", or with full weights by --weights streamed" if streamed.prefill_fits else ""
+        elif fits.can_stream and fits.changed(weights="auto", streamed=True).prefill_fits:
+            also = ", or with full weights by --weights streamed"
     return f"{what} can be prefilled here{f' with {settings}' if settings else ''}{also}."
 
 
