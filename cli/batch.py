@@ -114,12 +114,12 @@ def batch(
         unasked = {store: group for store, group in left.items() if group}
         if address is None:
             check_options(options, cluster is None)
-        if cluster is not None:
-            _answer_on_ray(cluster, unasked, job)
-        elif address is None:
-            _answer_here(unasked, job)
-        else:
+        if address is not None:
             _ask_server(address, unasked, job)
+        elif unasked and cluster is not None:
+            _answer_on_ray(cluster, unasked, job)
+        elif unasked:
+            _answer_here(unasked, job)
     done = job.total - sum(number for number, _ in job.failures.values())
     kept = sum(map(len, asked.values())) - job.total
     output.note(f"{out}: {output.count(done, 'answer')}{f', {kept:,} there already' if kept else ''}", quiet)
@@ -202,9 +202,6 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
 
 
 def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:
-    if not left:
-        return
-
     from offload_decode.prefill_jobs.on_ray.asking import QuestionBatch, answer_on_ray
 
     given = [(store, part) for store, group in left.items() for part in job.parts(group)]
