@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.options import Folders, option, with_groups
+from offload_decode.cli.options import Folders, argument, option, with_groups
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import RunOptions, skipped_files
 from offload_decode.common import files
@@ -21,9 +19,7 @@ if TYPE_CHECKING:
 @with_groups
 def append(
     store: opts.Store,
-    corpus: Annotated[
-        str, typer.Argument(metavar="CORPUS", help="A text file, a folder of them, or - for standard input.")
-    ],
+    corpus: Annotated[str, argument("CORPUS", "A text file, a folder of them, or - for standard input.")],
     *,
     model: opts.Model = None,
     folders: Folders,
@@ -68,8 +64,7 @@ def append(
             store, corpus, model=model, device=device, weights=weights, rules=rules, progress=progress
         )
     if as_json:
-        skipped = [one._asdict() for one in report.skipped]
-        output.answer_json(asdict(report) | {"kept": report.kept, "skipped": skipped})
+        output.answer_json(asdict(report) | {"kept": report.kept})
     for line in _report_lines(report):
         output.note(line, quiet)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -33,10 +34,14 @@ if TYPE_CHECKING:
 
 @with_groups
 def ask(
-    store: opts.StoreCollectionOrUrl,
-    question: Annotated[
-        str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
+    store: Annotated[
+        Path,
+        opts.store_argument(
+            "A store made by `prefill`, a collection made by `collect`, or a collection's URL in a bucket.",
+            None,
+        ),
     ],
+    question: Annotated[str, opts.argument("QUESTION", "The question; - reads standard input.")],
     options: AskOptions,
     address: Annotated[ServerAddress | None, From(client.server_address)],
     choice: DocumentChoice,
@@ -54,9 +59,7 @@ def ask(
         ),
     ] = None,
     worker_count: opts.WorkerCount = None,
-    stats: Annotated[
-        bool, option(None, "Show on stderr what the answer cost.", "--stats", panel=opts.OUTPUT)
-    ] = False,
+    stats: Annotated[bool, option(None, "Show on stderr what the answer cost.", "--stats")] = False,
 ) -> None:
     """Answer one question from a store, or from documents of a collection.
 
@@ -66,8 +69,8 @@ def ask(
     With --workers ray, a store may be larger than the memory of one machine; every worker applies the budget
     to its own tokens. Answers from a collection are printed as they arrive.
     """
-    limits = options.gpu_memory, options.ram
-    cluster = cluster_of(workers, worker_count, *limits, server=address is not None)
+    server = address is not None
+    cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     config = options.config
     wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed, cites)
     one = _Question(question_from(question), wanted, as_json, stats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -42,12 +42,7 @@ if TYPE_CHECKING:
 def batch(
     stores: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="STORE",
-            help="The stores to ask, or one collection, or a collection's URL in a bucket.",
-            parser=a_path,
-            autocompletion=opts.stores,
-        ),
+        opts.store_argument("The stores to ask, or one collection, or a collection's URL in a bucket.", None),
     ],
     questions: Annotated[
         Path,
@@ -97,8 +92,8 @@ def batch(
     """
     if address is not None:
         client.check_server_options(options)
-    limits = options.gpu_memory, options.ram
-    cluster = cluster_of(workers, worker_count, *limits, server=address is not None)
+    server = address is not None
+    cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     check_out(out)
     read = read_questions(questions)
     if out.exists() and out.samefile(questions):
@@ -119,12 +114,12 @@ def batch(
         unasked = {store: group for store, group in left.items() if group}
         if address is None:
             check_options(options, cluster is None)
-        if cluster is not None:
-            _answer_on_ray(cluster, unasked, job)
-        elif address is None:
-            _answer_here(unasked, job)
-        else:
+        if address is not None:
             _ask_server(address, unasked, job)
+        elif unasked and cluster is not None:
+            _answer_on_ray(cluster, unasked, job)
+        elif unasked:
+            _answer_here(unasked, job)
     done = job.total - sum(number for number, _ in job.failures.values())
     kept = sum(map(len, asked.values())) - job.total
     output.note(f"{out}: {output.count(done, 'answer')}{f', {kept:,} there already' if kept else ''}", quiet)
@@ -207,9 +202,6 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
 
 
 def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:
-    if not left:
-        return
-
     from offload_decode.prefill_jobs.on_ray.asking import QuestionBatch, answer_on_ray
 
     given = [(store, part) for store, group in left.items() for part in job.parts(group)]
@@ -232,49 +224,41 @@ def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch
 
 
 def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Batch) -> None:
+    """Ask as many questions at a time as the batch size says; no more of them after an error that does not
+    concern a single question.
+    """
     config = job.options.config
     wanted = AnswerOptions(config.selector, config.options, job.max_new_tokens, cite=job.cites)
-    with Server(address) as server:
-        for store, question, answer in answers(server, left, wanted, job.size):
-            if isinstance(answer, OffloadDecodeError):
-                job.fail(store, 1, answer)
-            else:
-                job.write(store, [(question, answer.fields(wanted.cite))])
-
-
-Answer = tuple[str, Question, ServerAnswer | OffloadDecodeError]
-
-
-def answers(
-    server: Server, left: Mapping[str, Sequence[Question]], wanted: AnswerOptions, at_once: int
-) -> Iterator[Answer]:
-    """The answers to the questions of each store, or their errors, as they arrive; `at_once` questions are
-    asked concurrently. After an error that does not concern a single question, no more are asked.
-    """
     stopped = Event()
-    names: dict[str, str] = {}
-    for store in left:
-        try:
-            names[store] = server.served(store).name
-        except ConfigError as error:
-            yield from ((store, question, error) for question in left[store])
 
-    def ask(store: str, question: Question) -> Answer:
+    def ask(server: Server, name: str, question: Question) -> ServerAnswer:
         answer = ServerAnswer()
         try:
-            for _ in server.stream(names[store], client.conversation(question.text), wanted, answer, stopped):
+            for _ in server.stream(name, client.conversation(question.text), wanted, answer, stopped):
                 pass
         except OffloadDecodeError as error:
             if not isinstance(error, ConfigError):
                 stopped.set()
-            return store, question, error
-        return store, question, answer
+            raise
+        return answer
 
-    pool = ThreadPoolExecutor(at_once)
-    try:
-        running = [pool.submit(ask, store, question) for store in names for question in left[store]]
-        for done in as_completed(running):
-            yield done.result()
-    finally:
-        stopped.set()  # Ctrl-C: threads stop at the next piece
-        pool.shutdown(cancel_futures=True)
+    with Server(address) as server:
+        names: dict[str, str] = {}
+        for store, group in left.items():
+            try:
+                names[store] = server.served(store).name
+            except ConfigError as error:
+                job.fail(store, len(group), error)
+        pool = ThreadPoolExecutor(job.size)
+        try:
+            asked = [(store, question) for store in names for question in left[store]]
+            running = {pool.submit(ask, server, names[store], one): (store, one) for store, one in asked}
+            for done in as_completed(running):
+                store, question = running[done]
+                if isinstance(failure := done.exception(), OffloadDecodeError):
+                    job.fail(store, 1, failure)
+                else:
+                    job.write(store, [(question, done.result().fields(wanted.cite))])
+        finally:
+            stopped.set()  # Ctrl-C: threads stop at the next piece
+            pool.shutdown(cancel_futures=True)

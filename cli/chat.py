@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -293,14 +292,10 @@ def _answered(engine: Engine, tokens: list[int]) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block
-        try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ConfigError(f"{file} is not a file: give one that /save wrote")
-            with open(handle, "rb", closefd=False) as source:
-                data = source.read(MAX_BYTES + 1)
-        finally:
-            os.close(handle)
+        with open(files.open_plain(file, follow=True), "rb") as source:
+            data = source.read(MAX_BYTES + 1)
+    except files.NotPlain as error:
+        raise ConfigError(f"{file} is not a file: give one that /save wrote") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {_reason(error)}") from error
     if len(data) > MAX_BYTES:

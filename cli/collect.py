@@ -13,7 +13,7 @@ import typer
 from offload_decode.cli import options as opts
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
-from offload_decode.cli.options import Folders, a_path, on_this_machine, option, with_groups
+from offload_decode.cli.options import Folders, a_path, argument, on_this_machine, option, with_groups
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import PrefillModel, RunOptions, StoreOptions, skipped_files
 from offload_decode.common import files
@@ -26,7 +26,7 @@ _SHOWN = 5
 
 @with_groups
 def collect(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of documents.")],
+    folder: Annotated[str, argument("FOLDER", "A folder of documents.")],
     model: PrefillModel,
     out: Annotated[
         Path, option("COLLECTION", "The folder of the collection, which is made or updated.", parser=a_path)
@@ -72,7 +72,7 @@ def collect(
     with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(folder, out, maker, rules=rules, metadata=described, drop=drop, progress=progress)
     if as_json:
-        output.answer_json({"collection": out} | _as_json(report))
+        output.answer_json({"collection": out} | asdict(report))
     if report.skipped:
         output.note(skipped_files(tuple(report.skipped)), quiet)
     if report.unknown:
@@ -91,11 +91,6 @@ def collect(
     if report.failed:
         raise typer.Exit(FAILURE)
     output.note(f'ask it something: offload-decode ask {out} "…"', quiet)
-
-
-def _as_json(report: CollectReport) -> dict[str, object]:
-    lists = {"failed": report.failed, "skipped": report.skipped}
-    return asdict(report) | {name: [one._asdict() for one in found] for name, found in lists.items()}
 
 
 def _summary(report: CollectReport) -> str:

@@ -19,10 +19,9 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
-from offload_decode.cli.options import Device, Json, Quiet, a_path, option, token_count
+from offload_decode.cli.options import MODEL_FOLDER, Device, Json, Quiet, a_path, option, token_count
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
-from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.evals.demo import Fact, Hidden
@@ -52,9 +51,7 @@ def demo(
         ),
     ] = None,
     tokens: Annotated[str, option("N", "Tokens of text.")] = "32K",
-    model: Annotated[
-        str, option("M", f"{QUOTED} (shipped), a transformers id, or a model's folder.")
-    ] = "demo",
+    model: Annotated[str, option("M", MODEL_FOLDER)] = "demo",
     device: Device = "auto",
     as_json: Json = False,
     quiet: Quiet = False,

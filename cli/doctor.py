@@ -128,8 +128,7 @@ def doctor(as_json: Json = False) -> None:
     broken = [check.name for check in checks if check.needed and check.state != "ok"]
     seconds = time.monotonic() - began
     if as_json:
-        found = [check._asdict() for check in checks]
-        output.answer_json({"ok": not broken, "seconds": seconds, "checks": found})
+        output.answer_json({"ok": not broken, "seconds": seconds, "checks": checks})
     if broken:
         output.note(f"error: {', '.join(broken)}: fix this first, then run doctor again")
         raise typer.Exit(FAILURE)

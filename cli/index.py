@@ -13,7 +13,7 @@ from offload_decode.cli import options as opts
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.limits import cluster_of
-from offload_decode.cli.options import a_path, on_this_machine, option, workers_option
+from offload_decode.cli.options import on_this_machine, option, store_argument, workers_option
 from offload_decode.cli.output import Progress
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 def index(
     stores: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="STORE",
-            help="Stores made by `prefill`, or collections made by `collect`, whose stores are all indexed.",
-            parser=a_path,
-            callback=lambda stores: [on_this_machine(store) for store in stores],
-            autocompletion=opts.stores,
+        store_argument(
+            "Stores made by `prefill`, or collections made by `collect`, whose stores are all indexed.",
+            lambda stores: [on_this_machine(store) for store in stores],
         ),
     ],
     kind: Annotated[
@@ -74,20 +71,16 @@ def index(
     given, several = _of_collections(stores)
     announce_compiling()
     exit_on_bus_error()
-
-    if cluster is not None:
-        from offload_decode.prefill_jobs.on_ray.jobs import index_on_ray
-
-        with Progress(quiet) as progress:
-            results = index_on_ray(given, cluster, kind, recall=recall, k=k, progress=progress)
-        _report_all(results, recall, as_json, quiet)
-        return
     with Progress(quiet) as progress, files.synced(not no_sync):
-        if several:
+        if cluster is not None:
+            from offload_decode.prefill_jobs.on_ray.jobs import index_on_ray
+
+            results = index_on_ray(given, cluster, kind, recall=recall, k=k, progress=progress)
+        elif several:
             results = _one_by_one(given, kind, recall, k, progress)
         else:
             report = build_indexes(given[0], kind, recall=recall, k=k, progress=progress)
-    if several:
+    if several or cluster is not None:
         _report_all(results, recall, as_json, quiet)
         return
     if as_json:

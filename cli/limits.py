@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from offload_decode.models.loading import LoadedModel
     from offload_decode.planning.caps import Caps
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
-    from offload_decode.store.reader import KVStore
 
 
-Admit = Callable[[int, int], int]
 OpenEngine = Callable[[str], "Engine"]
 
 
@@ -83,20 +81,6 @@ def cluster_of(
     return Cluster(workers, count, caps_of(gpu_memory, ram))
 
 
-def open_engine(store: Path, options: AskOptions) -> Engine:
-    """Open a store to be asked, within the limits. Raises `DoesNotFit`, `ConfigError`, `StoreError`."""
-    caps = options.caps
-
-    from offload_decode.engine.engine import Engine
-    from offload_decode.planning.caps import apply_caps
-
-    opened, admit = check_store(store, options.config, caps)
-    apply_caps(caps, options.config.device)
-    engine = Engine.open(opened, config=options.config)
-    engine.admit = admit
-    return engine
-
-
 def check_options(options: AskOptions, local: bool = True) -> None:
     """Refuse wrong options before a model is loaded, and apply the limits where this process answers."""
     from offload_decode.planning.caps import apply_caps
@@ -108,53 +92,50 @@ def check_options(options: AskOptions, local: bool = True) -> None:
         apply_caps(options.caps, config.device)
 
 
-def engine_opener(options: AskOptions) -> OpenEngine:
-    """Opens engines one after another; stores that share a model load it once."""
-    from offload_decode.common.memory import own_memory
-
-    loaded: dict[tuple[str, str, str], LoadedModel] = {}
-    before: int | None = None
-
-    def open_engine(path: str) -> Engine:
-        nonlocal before
-        from offload_decode.engine.engine import Engine
-        from offload_decode.models.loading import load
-
-        config = options.config
-        store, admit = check_store(path, config, options.caps, before)
-        before = before or own_memory()
-        name = store.manifest.model_id if config.model is None else config.model
-        wanted = name, store.manifest.dtype, config.weights_after(store.manifest.weights)
-        if wanted not in loaded:
-            loaded.clear()
-            loaded[wanted] = load(name, config.device, *wanted[1:])
-        engine = Engine.open(store, loaded[wanted], config)
-        engine.admit = admit
-        return engine
-
-    return open_engine
+def open_engine(store: Path, options: AskOptions) -> Engine:
+    """Open a store to be asked, within the limits. Raises `DoesNotFit`, `ConfigError`, `StoreError`."""
+    return engine_opener(options, limited=False)(str(store))
 
 
-def check_store(
-    store: Path | str, config: EngineConfig, caps: Caps, before: int | None = None
-) -> tuple[KVStore, Admit]:
-    """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `before`: bytes
-    that the process used before it loaded a model, where it has loaded one already.
+def engine_opener(options: AskOptions, limited: bool = True) -> OpenEngine:
+    """Opens engines one after another; stores that share a model load it once. Unless this process is
+    `limited` already, the limits are applied when the store is known to fit: a refusal says what would.
     """
+    config, caps = options.config, options.caps
+
     from offload_decode.cli.bus_error import exit_on_bus_error
     from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common.memory import own_memory
+    from offload_decode.engine.engine import Engine
     from offload_decode.kv.indexes import default_kind
+    from offload_decode.models.loading import load
     from offload_decode.models.size_estimate import outline
-    from offload_decode.planning.caps import admit_question, check_ask, planned_ask
+    from offload_decode.planning.caps import admit_question, apply_caps, check_ask, planned_ask
     from offload_decode.store.reader import KVStore
 
     announce_compiling()
     exit_on_bus_error()
-    opened = KVStore.open(store)
-    estimate = outline(opened.manifest.model_id if config.model is None else config.model)
-    given = estimate, opened.manifest, config, caps, own_memory() if before is None else before
-    index = default_kind(opened)
-    for sentence in check_ask(*given, index=index):
-        output.note(sentence)
-    return opened, partial(admit_question, planned_ask(*given, index=index), caps)
+    loaded: dict[tuple[str, str, str], LoadedModel] = {}
+    before = 0  # bytes that the process used before it loaded a model
+
+    def open_engine(path: str) -> Engine:
+        nonlocal before
+        store = KVStore.open(path)
+        manifest = store.manifest
+        name = manifest.model_id if config.model is None else config.model
+        estimate, index = outline(name), default_kind(store)
+        before = before or own_memory()
+        planned = planned_ask(estimate, manifest, config, caps, before, index=index)
+        for sentence in check_ask(planned, caps):
+            output.note(sentence)
+        if not limited:
+            apply_caps(caps, config.device)
+        wanted = name, manifest.dtype, config.weights_after(manifest.weights)
+        if wanted not in loaded:
+            loaded.clear()
+            loaded[wanted] = load(name, config.device, *wanted[1:])
+        engine = Engine.open(store, loaded[wanted], config)
+        engine.admit = partial(admit_question, planned, caps)
+        return engine
+
+    return open_engine

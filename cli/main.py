@@ -35,15 +35,9 @@ from offload_decode.cli.errors import guard
 from offload_decode.cli.options import PanelledCommand
 from offload_decode.common.fast_import import skip_slow_imports
 
-COLLECT = 50_000, 20, 20
-"""Thresholds of the garbage collector: imports make a million objects, none of them garbage."""
-
 
 class Commands(TyperGroup):
-    """Lists commands in the order of their use, and turns their errors into sentences and exit codes."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)
+    """Turns errors of commands into sentences and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
         with guard():
@@ -85,23 +79,9 @@ def offload_decode(
 
 
 for command in (
-    prefill.prefill,
-    append.append,
-    collect.collect,
-    plan.plan,
-    index.index,
-    ask.ask,
-    chat.chat,
-    batch.batch,
-    serve.serve,
-    models.models,
-    selectors.selectors,
-    inspect.inspect,
-    verify.verify,
-    push_pull.push,
-    push_pull.pull,
-    demo.demo,
-    doctor.doctor,
+    *(prefill.prefill, append.append, collect.collect, plan.plan, index.index),
+    *(ask.ask, chat.chat, batch.batch, serve.serve, models.models, selectors.selectors),
+    *(inspect.inspect, verify.verify, push_pull.push, push_pull.pull, demo.demo, doctor.doctor),
 ):
     panelled = command in (ask.ask, chat.chat, batch.batch)
     app.command(command.__name__, cls=PanelledCommand if panelled else None)(command)
@@ -113,7 +93,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
-    gc.set_threshold(*COLLECT)
+    gc.set_threshold(50_000, 20, 20)  # imports make a million objects, none of them garbage
     skip_slow_imports()
     atexit.register(_leave_garbage)
     app()

@@ -13,8 +13,7 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
-from offload_decode.cli.options import Json
-from offload_decode.demo_models import QUOTED
+from offload_decode.cli.options import MODEL_CONFIG, Json, argument
 
 if TYPE_CHECKING:
     from offload_decode.hf.verify import EquivalenceCheck
@@ -22,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def models(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[M]",
-            help=f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
-        ),
-    ] = None,
+    model: Annotated[str | None, argument("[M]", MODEL_CONFIG)] = None,
     as_json: Json = False,
 ) -> None:
     """Show which models are supported, and what a store keeps of them.

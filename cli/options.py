@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from offload_decode.common.errors import ConfigError, CorpusError
+from offload_decode.demo_models import QUOTED
 from offload_decode.prefill_jobs.decoding import read_bounded
 
 if TYPE_CHECKING:
@@ -180,8 +181,13 @@ def on_this_machine(store: Path) -> Path:
     return store
 
 
-def _store(help: str, callback: Callable[[Path], Path] | None = on_this_machine) -> Any:
-    return typer.Argument(metavar="STORE", help=help, parser=a_path, callback=callback, autocompletion=stores)
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, **more)
+
+
+def store_argument(help: str, callback: Callable[[Any], Any] | None = on_this_machine) -> Any:
+    """One store or several; the `callback` refuses URLs, for a command that takes none."""
+    return argument("STORE", help, parser=a_path, callback=callback, autocompletion=stores)
 
 
 def option(metavar: str | None, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
@@ -189,13 +195,9 @@ def option(metavar: str | None, help: str, *names: str, panel: str | None = None
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
-Store = Annotated[Path, _store("A store made by `prefill`.")]
-StoreOrCollection = Annotated[Path, _store("A store made by `prefill`, or a collection made by `collect`.")]
-StoreCollectionOrUrl = Annotated[
-    Path,
-    _store(
-        "A store made by `prefill`, a collection made by `collect`, or a collection's URL in a bucket.", None
-    ),
+Store = Annotated[Path, store_argument("A store made by `prefill`.")]
+StoreOrCollection = Annotated[
+    Path, store_argument("A store made by `prefill`, or a collection made by `collect`.")
 ]
 
 MaxNewTokens = Annotated[int, option("N", "Maximum number of tokens in an answer.", min=1, panel=EVERYDAY)]
@@ -239,6 +241,8 @@ DeviceCache = Annotated[
     option("SIZE", "GPU memory for a cache of recently used stored tokens, such as 2GiB.", panel=RETRIEVAL),
 ]
 
+MODEL_FOLDER = f"{QUOTED} (shipped), a transformers id, or a model's folder."
+MODEL_CONFIG = f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read."
 Model = Annotated[
     str | None,
     option("M", "Model id, folder or .gguf file, if not the one that the store names.", panel=MODEL),
@@ -276,10 +280,8 @@ def workers_option(help: str) -> Any:
     )
 
 
-Json = Annotated[bool, option(None, "Print one JSON object on stdout.", "--json", panel=OUTPUT)]
-Quiet = Annotated[
-    bool, option(None, "Show no progress and no notes on stderr.", "-q", "--quiet", panel=OUTPUT)
-]
+Json = Annotated[bool, option(None, "Print one JSON object on stdout.", "--json")]
+Quiet = Annotated[bool, option(None, "Show no progress and no notes on stderr.", "-q", "--quiet")]
 
 NoSync = Annotated[
     bool,

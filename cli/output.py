@@ -50,8 +50,10 @@ def answer_json(value: object) -> None:
 
 
 def json_line(value: object) -> str:
-    """JSON in one line, safe on a terminal: paths become strings, and numbers that are not finite null."""
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str)
+    """JSON in one line, safe on a terminal. Paths become strings, named tuples objects, and numbers that are
+    not finite null.
+    """
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, default=str)
     return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -65,12 +67,14 @@ def _spelled(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def _finite(value: object) -> object:
+def _plain(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def size(amount: float) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.options import Json, Options, Selector, byte_count, option, token_count
+from offload_decode.cli.options import MODEL_CONFIG, Json, Options, Selector, byte_count, option, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
-from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Machine, Plan
@@ -27,12 +24,7 @@ _OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
 
 
 def plan(
-    model: Annotated[
-        str,
-        option(
-            "M", f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read."
-        ),
-    ],
+    model: Annotated[str, option("M", MODEL_CONFIG)],
     tokens: Annotated[str, option("N", "Tokens of the corpus, such as 50000, 128K or 1M.")],
     gpu: Annotated[
         str | None, option("SIZE", "GPU memory, such as 16GiB, or none.  [default: this machine's]")
@@ -67,16 +59,15 @@ def plan(
     if sys.stderr.isatty():
         output.note("Reading the model's config …")
 
-    with _uncollected():
-        from offload_decode.models.size_estimate import outline
-        from offload_decode.planning.plan import plan as plan_for
-        from offload_decode.planning.proposals import most_tokens, nearest
+    from offload_decode.models.size_estimate import outline
+    from offload_decode.planning.plan import plan as plan_for
+    from offload_decode.planning.proposals import most_tokens, nearest
 
-        rows = None if chunk == "auto" else token_count(chunk)
-        request = _request(wanted, rows, kv, weights, selector, options)
-        planned = plan_for(outline(model), request, _machine(without_gpu, *sizes))
-        proposed = planned if planned.fits else nearest(planned)
-        most = None if proposed else most_tokens(planned)
+    rows = None if chunk == "auto" else token_count(chunk)
+    request = _request(wanted, rows, kv, weights, selector, options)
+    planned = plan_for(outline(model), request, _machine(without_gpu, *sizes))
+    proposed = planned if planned.fits else nearest(planned)
+    most = None if proposed else most_tokens(planned)
     if as_json:
         output.answer_json(_as_json(planned, proposed, most))
     else:
@@ -89,18 +80,6 @@ def plan(
         output.answer("\n\n".join(parts))
     if proposed is None:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage: imports make none, and looking for it takes a fifth of their time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _request(
@@ -122,12 +101,11 @@ def _machine(without_gpu: bool, gpu: int | None, ram: int | None, disk: int | No
     import torch
 
     from offload_decode.common.memory import own_memory, total_memory
-    from offload_decode.planning.caps import free_space
     from offload_decode.planning.plan import Machine
 
     if gpu is None and not without_gpu and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0).total_memory
-    return Machine(gpu, ram or total_memory(), disk or free_space(Path.cwd()), own_memory())
+    return Machine(gpu, ram or total_memory(), disk or shutil.disk_usage(Path.cwd()).free, own_memory())
 
 
 _PLACES = {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}
@@ -218,8 +196,7 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
 
 
 def _prefill_verdict(planned: Plan, what: str) -> str:
-    from offload_decode.planning.plan import plan
-    from offload_decode.planning.proposals import can_stream, nearest_prefill
+    from offload_decode.planning.proposals import nearest_prefill
 
     fits = nearest_prefill(planned)
     if fits is None:
@@ -229,12 +206,10 @@ def _prefill_verdict(planned: Plan, what: str) -> str:
     settings = _settings(planned, fits, chosen | ({"weights": fits.request.weights} if few else {}))
     also = ""
     if few:
-        whole = replace(fits.request, weights="auto")
-        if plan(fits.source, whole, fits.machine).prefill_fits:
+        if fits.changed(weights="auto").prefill_fits:
             also = ", or with full weights"
-        elif can_stream(fits.source, fits.machine):
-            streamed = plan(fits.source, replace(whole, streamed=True), fits.machine)
-            also = ", or with full weights by --weights streamed" if streamed.prefill_fits else ""
+        elif fits.can_stream and fits.changed(weights="auto", streamed=True).prefill_fits:
+            also = ", or with full weights by --weights streamed"
     return f"{what} can be prefilled here{f' with {settings}' if settings else ''}{also}."
 
 

@@ -112,9 +112,8 @@ class RunOptions:
 def prefill(
     corpora: Annotated[
         list[str],
-        typer.Argument(
-            metavar="CORPUS",
-            help="A text file, a folder of them, or - for standard input; each becomes a store.",
+        opts.argument(
+            "CORPUS", "A text file, a folder of them, or - for standard input; each becomes a store."
         ),
     ],
     model: PrefillModel,
@@ -167,33 +166,30 @@ def prefill(
     from offload_decode.prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
     settings = made.settings
-    limits = run_with.gpu_memory, run_with.ram
-    cluster = cluster_of(workers, worker_count, *limits, no_sync=no_sync)
+    cluster = cluster_of(workers, worker_count, run_with.gpu_memory, run_with.ram, no_sync=no_sync)
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {"model": model, "settings": settings, "staging": staging, "rules": rules}
     given |= {"device": run_with.device, "dtype": run_with.dtype, "weights": run_with.weights}
-    if cluster is not None:
-        from offload_decode.prefill_jobs.job import Maker
-        from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
-
-        maker = Maker(model, settings, run_with.device, run_with.dtype, run_with.weights)
-        with Progress(quiet) as progress:
-            results = prefill_on_ray(jobs, cluster, maker, staging=staging, rules=rules, progress=progress)
-        _report_all(results, as_json, quiet)
-        return
-    run_with.admit(model, settings.chunk)
+    if cluster is None:
+        run_with.admit(model, settings.chunk)
     with Progress(quiet) as progress, files.synced(not no_sync):
-        if several:
+        if cluster is not None:
+            from offload_decode.prefill_jobs.job import Maker
+            from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
+
+            maker = Maker(model, settings, run_with.device, run_with.dtype, run_with.weights)
+            results = prefill_on_ray(jobs, cluster, maker, staging=staging, rules=rules, progress=progress)
+        elif several:
             results = prefill_many(jobs, **given, progress=progress)
         else:
             report = run(corpora[0], out=out, **given, progress=progress)
-    if several:
+    if several or cluster is not None:
         _report_all(results, as_json, quiet)
-    else:
-        if as_json:
-            output.answer_json(_as_json(report))
-        output.note(f"{_made(report)}\n{checked(model)}\n{_next(report)}", quiet)
+        return
+    if as_json:
+        output.answer_json(asdict(report))
+    output.note(f"{_made(report)}\n{checked(model)}\n{_next(report)}", quiet)
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
@@ -203,7 +199,7 @@ def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
     reports = {job: found for job, found in results.items() if isinstance(found, PrefillReport)}
     failures = {job: sentence(found) for job, found in results.items() if isinstance(found, Exception)}
     if as_json:
-        stores = [{"corpus": job.corpus, **_as_json(report)} for job, report in reports.items()]
+        stores = [{"corpus": job.corpus, **asdict(report)} for job, report in reports.items()]
         failed = [{"corpus": job.corpus, "store": job.store, "error": failures[job]} for job in failures]
         output.answer_json({"stores": stores, "failures": failed})
     for report in reports.values():
@@ -216,10 +212,6 @@ def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
     if failures:
         raise typer.Exit(FAILURE)
     output.note(_next(next(iter(reports.values()))), quiet)
-
-
-def _as_json(report: PrefillReport) -> dict[str, object]:
-    return asdict(report) | {"skipped": [skipped._asdict() for skipped in report.skipped]}
 
 
 def _made(report: PrefillReport) -> str:

@@ -6,10 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from offload_decode.cli import output
-from offload_decode.cli.options import Json, Quiet, StoreOrCollection, a_path, option
+from offload_decode.cli.options import Json, Quiet, StoreOrCollection, a_path, argument, option
 from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
@@ -21,9 +19,7 @@ def push(
     store: StoreOrCollection,
     url: Annotated[
         str,
-        typer.Argument(
-            metavar="URL", help="Destination: s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME."
-        ),
+        argument("URL", "Destination: s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME."),
     ],
     drop: Annotated[
         bool,
@@ -64,17 +60,12 @@ def push(
 def pull(
     url: Annotated[
         str,
-        typer.Argument(
-            metavar="URL",
-            help="Where `push` put it: s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME.",
-        ),
+        argument("URL", "Where `push` put it: s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME."),
     ],
     store: Annotated[
         Path,
-        typer.Argument(
-            metavar="STORE",
-            help="Where to write the store, or the collection; nothing may be there yet.",
-            parser=a_path,
+        argument(
+            "STORE", "Where to write the store, or the collection; nothing may be there yet.", parser=a_path
         ),
     ],
     as_json: Json = False,

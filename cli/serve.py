@@ -29,9 +29,9 @@ def serve(
     options: AskOptions,
     stores: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="STORES",
-            help="Stores, and folders of stores, where new stores are picked up automatically. With --on ray "
+        opts.argument(
+            "STORES",
+            "Stores, and folders of stores, where new stores are picked up automatically. With --on ray "
             "also URLs of stores in buckets.",
             autocompletion=opts.stores,
         ),

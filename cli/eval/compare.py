@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from offload_decode.cli import output
-from offload_decode.cli.options import Json, Quiet, option
+from offload_decode.cli.options import Json, Quiet, argument, option
 from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="The run before, as `eval` wrote it.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The run after.")],
+    first: Annotated[Path, argument("A", "The run before, as `eval` wrote it.")],
+    second: Annotated[Path, argument("B", "The run after.")],
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -95,8 +93,7 @@ def _plain(found: Comparison) -> dict[str, Any]:
 
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN…", help="Files of evaluations: .jsonl, needle.json, fidelity.json."),
+        list[Path], argument("RUN…", "Files of evaluations: .jsonl, needle.json, fidelity.json.")
     ],
     out: Annotated[Path, option("FILE", "Where the page is written.")] = Path("report.html"),
     force: Annotated[bool, option(None, "Replace a page that is there.", "--force")] = False,

@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
+from offload_decode.cli import options as opts
 from offload_decode.cli import output
 from offload_decode.cli.options import Device, From, Json, Quiet, key_values, option, token_count
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import parse_options, split_pairs
-from offload_decode.demo_models import QUOTED
 from offload_decode.evals.contender import DENSE, Contender
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _REHEARSED = 64  # tokens
 
-EvalModel = Annotated[str, option("M", f"{QUOTED} (shipped), a transformers id, or a model's folder.")]
+EvalModel = Annotated[str, option("M", opts.MODEL_FOLDER)]
 
 
 def text_option(what: str) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.common.memory import limit_memory, total_memory
@@ -17,14 +15,7 @@ from offload_decode.models.layer_streaming import check_card
 from offload_decode.models.quantization import GGUF, check_weights
 from offload_decode.models.size_estimate import Outline
 from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium, Part, Plan, plan
-from offload_decode.planning.proposals import (
-    LEAST_CHUNK,
-    can_stream,
-    changes,
-    halves,
-    nearest,
-    nearest_prefill,
-)
+from offload_decode.planning.proposals import LEAST_CHUNK, changes, halves, nearest, nearest_prefill
 from offload_decode.planning.sizes import QUESTION_TOKENS, SELECTORS, Workload, least_index, weights_given
 from offload_decode.selectors import registry
 from offload_decode.selectors.budgets import PASS_TOKENS
@@ -65,24 +56,20 @@ def apply_caps(caps: Caps, device: str = "auto") -> None:
         limit_memory(caps.ram)
 
 
-def check_ask(
-    outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
-) -> list[str]:
-    """Whether a store can be asked; returns what to know beforehand, as sentences. `held`: bytes of memory
-    that the program holds before it loads the model. `index`: the kind that is searched where the options
-    name none. Raises `DoesNotFit`.
-    """
-    asked = planned_ask(outline, manifest, config, caps, held, index=index)
-    return _judged(asked, asked.asking, "asking this store", caps)
-
-
 def planned_ask(
     outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
 ) -> Plan:
-    """What `check_ask` looks at: a question and an answer of usual length."""
+    """What asking a store takes: a question and an answer of usual length. `held`: bytes of memory that the
+    program holds before it loads the model. `index`: the kind that is searched where the options name none.
+    """
     weights = config.weights_after(manifest.weights)
     request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest), weights=weights)
     return plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
+
+
+def check_ask(asked: Plan, caps: Caps) -> list[str]:
+    """Whether a store can be asked; returns what to know beforehand, as sentences. Raises `DoesNotFit`."""
+    return _judged(asked, asked.asking, "asking this store", caps)
 
 
 def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> int:
@@ -95,8 +82,7 @@ def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> 
     # What a whole question chooses together must not depend on the memory that there is.
     sizes = [usual, *(halves(usual // 2) if usual <= PASS_TOKENS else [])]
     for size_of_pass in sizes:
-        one = replace(asked.request, tail=tokens + QUESTION_TOKENS, batch=sequences, pass_tokens=size_of_pass)
-        longer = plan(asked.source, one, asked.machine)
+        longer = asked.changed(tail=tokens + QUESTION_TOKENS, batch=sequences, pass_tokens=size_of_pass)
         lacking = [place for place in longer.lacking() if _certain(longer, place, caps)]
         if not lacking:
             return size_of_pass
@@ -145,12 +131,6 @@ def here(device: str, caps: Caps, held: int) -> Machine:
 
         gpu = min(caps.gpu_memory or _UNLIMITED, torch.cuda.get_device_properties(chosen).total_memory)
     return Machine(gpu, min(caps.ram or _UNLIMITED, total_memory()), _UNLIMITED, held)
-
-
-def free_space(path: Path) -> int:
-    """Bytes that are free where `path` is to be."""
-    there = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
-    return shutil.disk_usage(there).free
 
 
 def kv_of(manifest: Manifest) -> str:
@@ -221,16 +201,14 @@ def _the_least(asked: Plan, parts: tuple[Part, ...], place: Medium) -> str:
     """The caps that would be enough for the way to do it that takes least of a place."""
     fewest, given = ("auto", "") if asked.source.format not in ("", GGUF) else ("int4", "--weights int4 ")
     if parts is asked.prefilling:
-        smallest = replace(asked.request, chunk=LEAST_CHUNK, chunk_chosen=False, streamed=False)
-        ways = {given: replace(smallest, weights=fewest)}
-        if can_stream(asked.source, asked.machine):
-            ways[f"--weights {STREAMED} "] = replace(smallest, weights="auto", streamed=True)
-        plans = {said: plan(asked.source, way, asked.machine) for said, way in ways.items()}
-        said, needs = min(plans.items(), key=lambda one: one[1].need(place, one[1].prefilling))
-        return f"with {said}-o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
-    least = replace(asked.request, weights=fewest, selector="topk", device_cache=0)
-    kinds = (least.index, least_index())
-    enough = [plan(asked.source, replace(least, index=kind), asked.machine) for kind in kinds]
+        smallest = asked.changed(chunk=LEAST_CHUNK, chunk_chosen=False, streamed=False, weights=fewest)
+        ways = {given: smallest}
+        if asked.can_stream:
+            ways[f"--weights {STREAMED} "] = smallest.changed(weights="auto", streamed=True)
+        options, needs = min(ways.items(), key=lambda one: one[1].need(place, one[1].prefilling))
+        return f"with {options}-o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
+    least = asked.changed(weights=fewest, selector="topk", device_cache=0)
+    enough = [least.changed(index=kind) for kind in (least.request.index, least_index())]
     needs = min(enough, key=lambda needs: needs.need(Medium.RAM))
     return f"with {given}-s topk, the least, it is {_needs(needs, needs.asking)}"
 

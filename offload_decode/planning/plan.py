@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows import threads
 from offload_decode.config import STREAMED
 from offload_decode.kv import placement
 from offload_decode.models.layer_streaming import NO_CARD
-from offload_decode.models.quantization import FORMATS, check_weights_of
+from offload_decode.models.quantization import FORMATS, GGUF, check_weights_of
 from offload_decode.models.size_estimate import Outline
 from offload_decode.planning import sizes
 from offload_decode.planning.sizes import Workload, in_dtype
@@ -100,6 +101,15 @@ class Plan:
     machine: Machine
     asking: tuple[Part, ...]
     prefilling: tuple[Part, ...]
+
+    def changed(self, **settings: Any) -> Plan:
+        """The plan of a request with other settings."""
+        return plan(self.source, replace(self.request, **settings), self.machine)
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether a prefill here may have this model's weights streamed."""
+        return self.machine.gpu is not None and self.source.format in ("", GGUF) and self.source.layered > 0
 
     @property
     def fits(self) -> bool:
@@ -239,4 +249,4 @@ def _weights(outline: Outline, weights: str, device: Medium) -> Part:
 
 
 def _store_bytes(outline: Outline, request: Workload) -> int:
-    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype, chunk=request.chunk)
+    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype, request.chunk)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from offload_decode.models.quantization import GGUF
 from offload_decode.models.size_estimate import Outline
 from offload_decode.planning import sizes
-from offload_decode.planning.plan import Machine, Medium, Plan, plan
+from offload_decode.planning.plan import Medium, Plan, plan
 from offload_decode.planning.sizes import KV, WEIGHTS, Workload
 from offload_decode.store.format import kv_kinds
 from offload_decode.types import PAGE_METADATA
@@ -40,15 +40,11 @@ def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> 
 def most_tokens(asked: Plan) -> Plan | None:
     """The plan for the most tokens that fit, in the fewest bits; None where not even the weights do."""
     thrifty = _thriftiest(asked)
-
-    def at(tokens: int) -> Plan:
-        return plan(asked.source, replace(thrifty.request, tokens=tokens), asked.machine)
-
     fits, beyond = 0, asked.request.tokens
     while beyond - fits > max(1, fits // 1000):
         middle = (fits + beyond) // 2
-        fits, beyond = (middle, beyond) if at(middle).fits else (fits, middle)
-    return at(fits) if fits else None
+        fits, beyond = (middle, beyond) if thrifty.changed(tokens=middle).fits else (fits, middle)
+    return thrifty.changed(tokens=fits) if fits else None
 
 
 def least_machine(asked: Plan) -> dict[Medium, int]:
@@ -59,10 +55,7 @@ def least_machine(asked: Plan) -> dict[Medium, int]:
 
 def prefill_chunk(asked: Plan) -> int | None:
     """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
-    plans = (
-        plan(asked.source, replace(asked.request, chunk=chunk, chunk_chosen=False), asked.machine)
-        for chunk in halves(asked.request.chunk)
-    )
+    plans = (asked.changed(chunk=chunk, chunk_chosen=False) for chunk in halves(asked.request.chunk))
     return next((one.request.chunk for one in plans if one.prefill_fits), None)
 
 
@@ -77,25 +70,18 @@ def nearest_prefill(asked: Plan) -> Plan | None:
     """The prefill that fits and differs least from the one asked for, in smaller chunks, or else with weights
     that are streamed, or are in fewer bits; None where nothing fits.
     """
-    request, source, machine = asked.request, asked.source, asked.machine
-    rungs, ways = _rungs(request.weights, source), [request]
-    if can_stream(source, machine) and request.weights == "auto" and not request.streamed:
+    request, ways = asked.request, [asked]
+    if asked.can_stream and request.weights == "auto" and not request.streamed:
         # Before chunks that are smaller than any that is chosen, before which weights would come as often.
         first = request.chunk_chosen and not asked.prefill_fits
-        ways.insert(0 if first else 1, replace(request, streamed=True))
-    ways += [replace(request, weights=one, streamed=False) for one in rungs[1:] if one != "fp16"]
-    for own in (plan(source, way, machine) for way in ways):
-        chunk = prefill_chunk(own)
-        if chunk == own.request.chunk:
-            return own
+        ways.insert(0 if first else 1, asked.changed(streamed=True))
+    rungs = _rungs(request.weights, asked.source)
+    ways += [asked.changed(weights=one, streamed=False) for one in rungs[1:] if one != "fp16"]
+    for way in ways:
+        chunk = prefill_chunk(way)
         if chunk is not None:
-            return plan(source, replace(own.request, chunk=chunk, chunk_chosen=False), machine)
+            return way if chunk == way.request.chunk else way.changed(chunk=chunk, chunk_chosen=False)
     return None
-
-
-def can_stream(outline: Outline, machine: Machine) -> bool:
-    """Whether a prefill there may have this model's weights streamed."""
-    return machine.gpu is not None and outline.format in ("", GGUF) and outline.layered > 0
 
 
 def changes(before: Workload, after: Workload) -> dict[str, object]:

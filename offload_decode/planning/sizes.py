@@ -96,15 +96,12 @@ def kv_token_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
 
 
 @lru_cache(maxsize=256)
-def store_bytes(
-    shape: ModelShape, tokens: int, kv: str, dtype: str, *, chunk: int = 512, page_size: int = 16
-) -> int:
+def store_bytes(shape: ModelShape, tokens: int, kv: str, dtype: str, chunk: int = 512) -> int:
     """A store on disk, prefilled in such chunks: the arrays of its layout, and their metadata."""
     manifest = Manifest(
         model_id="", model_config_hash="", weights_hash="", tokenizer_hash="", token_hash="", rope={},
         dtype=dtype, shape=shape, n_tokens=tokens, prefill={"method": "dense"},
-        page_size=page_size, query_samples=1024, kv=stored_types(kv, dtype, shape),
-        seam=tokens // chunk * chunk,
+        query_samples=1024, kv=stored_types(kv, dtype, shape), seam=tokens // chunk * chunk,
     )  # fmt: skip
     total = 0
     for spec in array_specs(manifest, 1, 64):

@@ -250,11 +250,11 @@ class LoadedModels:
             with self._lock:  # `forget` walks through them
                 self._hosts[entry.name, entry.digest] = engine.prefix.host
         store = engine.store
-        request = outline(loaded.model_id), store.manifest, config, caps, self._held
-        index = default_kind(store)
-        for sentence in check_ask(*request, index=index):
+        estimate, index = outline(loaded.model_id), default_kind(store)
+        planned = planned_ask(estimate, store.manifest, config, caps, self._held, index=index)
+        for sentence in check_ask(planned, caps):
             LOG.info("%s: %s", entry.name, sentence)
-        engine.admit = partial(admit_question, planned_ask(*request, index=index), caps)
+        engine.admit = partial(admit_question, planned, caps)
         return engine
 
 

@@ -94,15 +94,15 @@ class Asker(Worker):
         store = KVStore.open(path)
         named = store.manifest.model_id if config.model is None else config.model
         index = default_kind(store)
-        planned = outline(named), store.manifest, config, caps, self.before
-        check_ask(*planned, index=index)
+        planned = planned_ask(outline(named), store.manifest, config, caps, self.before, index=index)
+        check_ask(planned, caps)
         wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
         if self.model is None or self.model[0] != wanted:
             self._close(0)
             self.model = None
             self.model = wanted, load(wanted[0], config.device, *wanted[1:])
         engine = Engine.open(store, self.model[1], config)
-        engine.admit = partial(admit_question, planned_ask(*planned, index=index), caps)
+        engine.admit = partial(admit_question, planned, caps)
         return engine
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from offload_decode.cli import compiling
 from offload_decode.cli.main import app
+from tests.processes import apart
 from tests.tiny import text_model, tiny_tokenizer
 
 # Each invocation would read the signatures of all commands anew, which takes longer than most of them do.
@@ -28,9 +29,7 @@ compiling.announce_compiling = lambda: None
 PROGRAM = (sys.executable, "-c", "from offload_decode.cli.main import main; main()")
 """The command line in a process of its own; arguments follow."""
 MAIN = PROGRAM[-1]
-
 """The program of `PROGRAM`, for `tests.processes.apart`."""
-
 
 TEXT = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12))
 
@@ -52,6 +51,27 @@ def run(*args: str | Path, stdin: str | bytes | None = None) -> Ran:
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
+def imported(*args: str | Path) -> tuple[str, set[str]]:
+    """What a command prints in a process of its own, and the modules that it imports."""
+    ran = apart(
+        f"import atexit, sys\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n{MAIN}", *args
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, set(ran.stderr.splitlines()[-1].split())
+
+
+def done(*args: str | Path, stdin: str | bytes | None = None) -> Ran:
+    """Run a command that must succeed."""
+    ran = run(*args, stdin=stdin)
+    assert ran.code == 0, ran.err
+    return ran
+
+
+def json_of(*args: str | Path) -> Any:
+    """What a command that must succeed prints with --json."""
+    return json.loads(done(*args, "--json").out)
+
+
 def refused(code: int, *args: str | Path, stdin: str | bytes | None = None) -> str:
     """Run a command that must fail with one sentence, which is returned."""
     ran = run(*args, stdin=stdin)
@@ -59,6 +79,19 @@ def refused(code: int, *args: str | Path, stdin: str | bytes | None = None) -> s
     assert ran.err.startswith("error: "), ran.err
     assert ran.err.count("\n") == 1, ran.err
     return ran.err.strip()
+
+
+def write_lines(path: Path, *objects: dict[str, Any]) -> Path:
+    """A JSONL file."""
+    path.write_text("".join(json.dumps(one) + "\n" for one in objects))
+    return path
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit of a byte."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -73,8 +106,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     (folder / "corpus.txt").write_text(TEXT)
-    ran = run("prefill", folder / "corpus.txt", "--model", folder / "model", "--out", folder / "store.kv")
-    assert ran.code == 0, ran.err
+    done("prefill", folder / "corpus.txt", "--model", folder / "model", "--out", folder / "store.kv")
     return folder
 
 

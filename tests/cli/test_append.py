@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import TEXT, refused, run
+from tests.cli.conftest import TEXT, done, flip, json_of, refused, run
 from tests.prefill_jobs.killing import tree
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -22,7 +22,7 @@ def news(tmp_path: Path) -> Path:
 
 def test_a_document_more(copy, news):
     store = copy("s.kv")
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     ran = run("append", store, news)
     assert (ran.code, ran.out) == (0, ""), ran
     lines = ran.err.splitlines()
@@ -33,9 +33,9 @@ def test_a_document_more(copy, news):
     assert "(6 extended)" in lines[2]
     assert re.search(r"; recall@10 (0\.9|1\.0)\d+ on average, (0\.9|1\.0)\d+ for the worst head", lines[2])
     assert lines[-1] == f'ask it something: offload-decode ask {store} "…"'
-    assert run("verify", store).code == 0
-    assert run("ask", store, "What is the colour?", "--max-new-tokens", "2").code == 0
-    tokens = json.loads(run("inspect", store, "--json").out)["manifest"]["n_tokens"]
+    done("verify", store)
+    done("ask", store, "What is the colour?", "--max-new-tokens", "2")
+    tokens = json_of("inspect", store)["manifest"]["n_tokens"]
     assert run("append", store, news).err.splitlines() == [
         "in the store already: news.txt",
         f"{store}: kept as it is, with {tokens:,} tokens: nothing is new",
@@ -58,11 +58,10 @@ def test_a_folder_with_rules(copy, tmp_path):
     (folder / "corpus.txt").write_text(TEXT)
     (folder / "a.md").write_text("# A\n")
     (folder / "b.txt").write_text("B.\n")
-    ran = run("append", store, folder, "--exclude", "*.md")
-    assert ran.code == 0, ran
+    ran = done("append", store, folder, "--exclude", "*.md")
     assert "skipped 1 file: a.md" in ran.err
     assert "in the store already: corpus.txt" in ran.err
-    names = [one["name"] for one in json.loads(run("inspect", store, "--json").out)["documents"]]
+    names = [one["name"] for one in json_of("inspect", store)["documents"]]
     assert names == ["corpus.txt", "b.txt"]
     (folder / "b.txt").write_text("Not B.\n")
     told = refused(1, "append", store, folder)
@@ -93,10 +92,7 @@ def test_what_is_refused_in_a_sentence(home, copy, news, tmp_path):
     assert "apply to folders" in refused(2, "append", store, news, "--exclude", "*.md")
     assert tree(store) == before
     assert not store.with_name("s.kv.partial").exists()
-    file = store / "layers/000/keys/c.0.0.0"
-    data = bytearray(file.read_bytes())
-    data[5] ^= 1
-    file.write_bytes(data)
+    flip(store / "layers/000/keys/c.0.0.0", 5)
     assert "is damaged: layers/000/keys/c.0.0.0 (changed)" in refused(1, "append", store, news)
 
 

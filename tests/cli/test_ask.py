@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import json_of, refused, run
 
 
 def test_the_answer_says_where_it_was_attended_to(store):
@@ -55,7 +55,7 @@ def test_a_sampled_tail_states_its_error(store):
     assert (ran.code, ran.err.count("\n")) == (0, 1)
     assert "uncertain by" in ran.err
     assert "% (standard error, mean)" in ran.err
-    told = json.loads(run("ask", store, *ASK, "-o", "tail=sample:32", "--json").out)
+    told = json_of("ask", store, *ASK, "-o", "tail=sample:32")
     assert told["options"]["tail"] == "sample:32"
     assert 0 < told["stats"]["tail_error"] < 1
     assert f"{told['stats']['tail_error']:.2%}" in ran.err  # the draws are the same

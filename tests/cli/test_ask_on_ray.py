@@ -22,7 +22,7 @@ from offload_decode.prefill_jobs.on_ray.attending import Attender, AttendSetup, 
 from offload_decode.prefill_jobs.on_ray.workers import Cluster
 from offload_decode.store.base import ranges
 from offload_decode.store.reader import KVStore
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import done, refused, run
 from tests.prefill_jobs.test_ray import descendants
 
 CONFIG = EngineConfig(selector="dense", device="cpu")
@@ -138,8 +138,7 @@ def test_two_workers_of_a_real_cluster_one_of_which_is_killed(store, monkeypatch
 
     monkeypatch.setattr(attending, "ask_of", ask_and_kill)
     command = ("ask", store, "Why?", "-s", "dense", "--max-new-tokens", "5", "--json")
-    apart = run(*command, "--workers", "ray", "--worker-count", "2")
-    assert apart.code == 0, apart.err
+    apart = done(*command, "--workers", "ray", "--worker-count", "2")
     assert killed
     alone = json.loads(run(*command).out)
     found = json.loads(apart.out)

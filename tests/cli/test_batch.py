@@ -15,18 +15,13 @@ from offload_decode.cli.questions import append_answers, read_answered
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.models import loading
 from offload_decode.prefill_jobs import decoding
-from tests.cli.conftest import Ran, lines_of, refused, run
+from tests.cli.conftest import Ran, lines_of, refused, run, write_lines
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "first?", "id": 1, "answers": ["a", "b"]},
     {"question": "second, which is longer?", "id": "two"},
     {"question": "third?"},
 ]
-
-
-def _write(path: Path, questions: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    return path
 
 
 def _batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
@@ -39,7 +34,7 @@ def _refused(store: Path, questions: Path, out: Path) -> str:
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    return _write(tmp_path / "questions.jsonl", QUESTIONS)
+    return write_lines(tmp_path / "questions.jsonl", *QUESTIONS)
 
 
 def test_answers_cite_where_that_is_asked(store, questions, tmp_path):
@@ -82,7 +77,7 @@ def test_a_model_is_loaded_once_for_the_stores_that_share_it(store, copy, questi
 def test_a_question_may_name_its_store_by_path_or_by_name(store, copy, tmp_path):
     other = copy("b.kv")
     lines = [{"question": "one", "store": "b.kv"}, {"question": "two", "store": str(store)}]
-    assert _batch(_write(tmp_path / "q", lines), tmp_path / "out", store, other).code == 0
+    assert _batch(write_lines(tmp_path / "q", *lines), tmp_path / "out", store, other).code == 0
     answered = [(line["store"], line["question"]) for line in lines_of(tmp_path / "out")]
     assert answered == [(str(store), "two"), (str(other), "one")]
 
@@ -141,7 +136,7 @@ def test_a_store_that_fails_does_not_stop_the_others(store, questions, tmp_path,
     ],
 )
 def test_a_bad_line_is_named_before_any_work(store, tmp_path, line, told):
-    questions = _write(tmp_path / "q.jsonl", QUESTIONS[:1])
+    questions = write_lines(tmp_path / "q.jsonl", *QUESTIONS[:1])
     questions.write_text(questions.read_text() + line + "\n")
     sentence = _refused(store, questions, tmp_path / "out")
     assert re.search(told, sentence)

@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from offload_decode.prefill_jobs.on_ray import asking
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import Reply
 from offload_decode.types import Answer, StepStats
-from tests.cli.conftest import Ran, lines_of, refused, run
+from tests.cli.conftest import Ran, lines_of, refused, run, write_lines
 from tests.prefill_jobs.test_ray import descendants
 
 QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in range(12)]
@@ -72,15 +73,9 @@ def test_errors_of_a_store_are_returned(store, tmp_path):
     assert isinstance(worker.do(QuestionBatch(str(store), ("Why?",))).result, list), "another one goes on"
 
 
-def write_questions(folder: Path, questions: list[dict[str, Any]]) -> Path:
-    path = folder / "questions.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    return path
-
-
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    return write_questions(tmp_path, QUESTIONS)
+    return write_lines(tmp_path / "questions.jsonl", *QUESTIONS)
 
 
 def batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
@@ -134,6 +129,26 @@ def test_options_that_do_not_go_together_are_refused(store, questions, tmp_path,
     assert told in refused(2, "ask", store, "Why?", *options)
 
 
+@contextmanager
+def killing(title: str, most: int, pause: Callable[[random.Random], float]) -> Iterator[list[int]]:
+    """Meanwhile processes of that title are killed with SIGKILL, `most` of them, each after a pause."""
+    rng, over, killed = random.Random(0), threading.Event(), list[int]()
+
+    def kill() -> None:
+        while len(killed) < most and not over.wait(pause(rng)):
+            if workers := [pid for pid, name in descendants(os.getpid()).items() if title in name]:
+                killed.append(rng.choice(workers))
+                os.kill(killed[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        killer.join()
+
+
 STORES = int(os.environ.get("OFFLOAD_DECODE_BATCH_STORES", "5"))
 KILLS = 2 + STORES // 2
 
@@ -149,14 +164,6 @@ def test_workers_killed_at_random_and_a_machine_that_goes(store, copy, questions
     stores, out = [store, *(copy(f"{number}.kv") for number in range(1, STORES))], tmp_path / "out.jsonl"
     machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     going = [machines.add_node(num_cpus=1), machines.add_node(num_cpus=1)][:1]
-    rng, over, killed = random.Random(0), threading.Event(), []
-
-    def kill() -> None:
-        while len(killed) < KILLS and not over.wait(rng.expovariate(1 / 4)):
-            workers = [pid for pid, title in descendants(os.getpid()).items() if "ray::Asker" in title]
-            if workers:
-                killed.append(rng.choice(workers))
-                os.kill(killed[-1], signal.SIGKILL)
 
     def append_and_lose_a_machine(path: Path, answers: list[dict[str, Any]]) -> None:
         append_answers(path, answers)
@@ -164,17 +171,15 @@ def test_workers_killed_at_random_and_a_machine_that_goes(store, copy, questions
             machines.remove_node(going.pop())
 
     monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_lose_a_machine)
-    on_three, killer = ("--workers", "ray", "--worker-count", "3"), threading.Thread(target=kill)
+    on_three = ("--workers", "ray", "--worker-count", "3")
+    monkeypatch.setenv("RAY_ADDRESS", machines.address)
     try:
-        monkeypatch.setenv("RAY_ADDRESS", machines.address)
-        killer.start()
-        ran = batch(questions, out, *stores, options=on_three)
+        with killing("ray::Asker", KILLS, lambda rng: rng.expovariate(1 / 4)) as killed:
+            ran = batch(questions, out, *stores, options=on_three)
         assert ran.code == 0, ran.err
         assert killed
         assert not going
     finally:
-        over.set()
-        killer.join()
         machines.shutdown()
     again = batch(questions, out, *stores, options=on_three)
     assert again.err == f"{out}: 0 answers, {STORES * len(QUESTIONS)} there already\n"

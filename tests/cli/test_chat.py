@@ -17,7 +17,7 @@ from offload_decode import Engine
 from offload_decode.cli import chat
 from offload_decode.cli.chat import Transcript
 from offload_decode.engine.sampler import Sampler
-from tests.cli.conftest import PROGRAM, Ran, refused, run
+from tests.cli.conftest import PROGRAM, Ran, done, refused, run
 
 TURNS = ["one", "two", "three"]
 
@@ -74,11 +74,9 @@ def test_help_names_every_command(store):
 def test_a_saved_conversation_goes_on_where_it_stopped(store, tmp_path, selector):
     file = tmp_path / "my talk.json"
     ways = ["chat", store, "--max-new-tokens", "5", "-s", selector, "-o", "budget=9"]
-    told = run(*ways, stdin=f"one\ntwo\n/save {file}\nthree\n")
-    assert told.code == 0
+    told = done(*ways, stdin=f"one\ntwo\n/save {file}\nthree\n")
     assert "Saved 2 turns" in told.err
-    again = run(*ways, stdin=f"other\n/load {file}\nthree\n")
-    assert again.code == 0
+    again = done(*ways, stdin=f"other\n/load {file}\nthree\n")
     assert "Loaded 2 turns" in again.err
     assert again.out.splitlines()[-1] == told.out.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "written beside and renamed"

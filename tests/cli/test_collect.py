@@ -12,15 +12,14 @@ import pytest
 from offload_decode import Engine
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import DOCUMENTS
-from tests.cli.conftest import Ran, lines_of, refused, run
+from tests.cli.conftest import Ran, done, flip, json_of, lines_of, refused, run, write_lines
 
 
 @pytest.fixture(scope="module")
 def collection(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For reading only."""
     out = tmp_path_factory.mktemp("collections") / "texts"
-    ran = run("collect", texts, "--model", home / "model", "--out", out)
-    assert ran.code == 0, ran.err
+    ran = done("collect", texts, "--model", home / "model", "--out", out)
     assert "3 made; it holds 3 documents" in ran.err
     return out
 
@@ -32,8 +31,7 @@ def copied(collection: Path, tmp_path: Path) -> Path:
 
 
 def batch(collection: Path, out: Path, questions: list[dict[str, Any]], *options: str) -> Ran:
-    asked = out.with_suffix(".questions")
-    asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    asked = write_lines(out.with_suffix(".questions"), *questions)
     return run("batch", collection, "--questions", asked, "--out", out, "--max-new-tokens", "4", *options)
 
 
@@ -65,9 +63,7 @@ def test_it_is_renewed_by_the_same_command(home, texts, collection, tmp_path):
 
 def test_every_document_is_asked_and_named(collection, tmp_path):
     expected = answers(collection, "Which word?")
-    ran = run("ask", collection, "Which word?", "--all", "--json", "--cite", "--max-new-tokens", "4")
-    assert ran.code == 0, ran.err
-    told = json.loads(ran.out)["answers"]
+    told = json_of("ask", collection, "Which word?", "--all", "--cite", "--max-new-tokens", "4")["answers"]
     assert {one["document"]: one["answer"] for one in told} == expected
     assert all({cited["name"] for cited in one["citations"]} <= {one["document"]} for one in told)
     out = tmp_path / "out.jsonl"
@@ -165,8 +161,7 @@ def test_only_the_stores_that_are_asked_are_looked_at(collection, tmp_path, monk
 
 def test_wrong_use_is_a_sentence(home, collection, store, tmp_path):
     assert "--where and --cache need a collection" in refused(2, "ask", store, "Which?", "--all")
-    questions = tmp_path / "q.jsonl"
-    questions.write_text('{"question": "Which?"}\n')
+    questions = write_lines(tmp_path / "q.jsonl", {"question": "Which?"})
     mixed = ("batch", collection, store, "--questions", questions, "--out", tmp_path / "out", "--all")
     assert "ask it alone" in refused(2, *mixed)
     wrong = ("collect", collection, "--model", home / "model", "--out", tmp_path / "out", "--metadata")
@@ -180,7 +175,7 @@ def test_a_question_that_names_a_document_finds_it(home, tmp_path):
     for number in (3, 4, 5):
         (folder / f"note-{number:04}.txt").write_text("The same words everywhere.")
     out = tmp_path / "collection"
-    assert run("collect", folder, "--model", home / "model", "--out", out).code == 0
+    done("collect", folder, "--model", home / "model", "--out", out)
     ran = run("ask", out, "What says note-0004.txt?", "--top", "1", "--max-new-tokens", "2", "--json")
     (answer,) = json.loads(ran.out)["answers"]
     assert answer["document"] == "note-0004.txt"
@@ -191,10 +186,7 @@ def test_every_store_is_verified(collection, copied):
     assert (ran.code, ran.out.strip()) == (0, f"{collection} is whole: 3 documents")
     broken = Collection(copied)
     store = broken.store(broken.entries[1])
-    chunk = next(path for path in sorted(store.rglob("c.0*")) if path.stat().st_size)
-    data = bytearray(chunk.read_bytes())
-    data[-1] ^= 1
-    chunk.write_bytes(data)
+    flip(next(path for path in sorted(store.rglob("c.0*")) if path.stat().st_size), -1)
     ran = run("verify", copied, "--json")
     told = json.loads(ran.out)
     assert (ran.code, told["ok"], told["documents"]) == (1, False, 3)
@@ -204,10 +196,10 @@ def test_every_store_is_verified(collection, copied):
 def test_it_is_inspected(home, texts, copied, tmp_path):
     metadata = tmp_path / "said.jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 1, "by": "A"}\n')
-    assert run("collect", texts, "--model", home / "model", "--out", copied, "--metadata", metadata).code == 0
+    done("collect", texts, "--model", home / "model", "--out", copied, "--metadata", metadata)
     opened = Collection(copied)
     shutil.rmtree(opened.store(opened.entries[2]))
-    told = json.loads(run("inspect", copied, "--json").out)
+    told = json_of("inspect", copied)
     assert [one["name"] for one in told["documents"]] == ["alpha.txt", "beta.txt", "gamma.txt"]
     assert told["tokens"] == sum(one["tokens"] for one in told["documents"])
     assert told["bytes"] == sum(path.stat().st_size for path in copied.rglob("*") if path.is_file())

@@ -18,7 +18,7 @@ from offload_decode.indexes import registry as index_registry
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import registry
 from offload_decode.types import StepStats
-from tests.cli.conftest import TEXT, Ran, run
+from tests.cli.conftest import TEXT, Ran, done, flip, json_of, run
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
 QUESTION = "what is the colour of thing 3?"
@@ -70,11 +70,11 @@ def test_ask_as_json_names_everything_that_shaped_the_answer(store):
 
 def test_ask_cites_what_the_answer_attended_to(store):
     asked = ("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7")
-    (cited,) = json.loads(run(*asked, "--json", "--cite").out)["citations"]
+    (cited,) = json_of(*asked, "--cite")["citations"]
     assert (cited["name"], cited["share"]) == ("corpus.txt", 1.0)
     assert sum(span["share"] for span in cited["spans"]) <= 1
     assert all(span["text"] and 0 <= span["start"] < span["end"] <= STORED for span in cited["spans"])
-    assert "citations" not in json.loads(run(*asked, "--json").out)
+    assert "citations" not in json_of(*asked)
     ran = run(*asked, "--cite")
     assert ran.out == run(*asked).out
     first, *passages = ran.err.splitlines()
@@ -107,7 +107,7 @@ def test_sampling_follows_its_seed(store):
 
 
 def test_inspect_accounts_for_every_byte_and_token(store):
-    told = json.loads(run("inspect", store, "--json").out)
+    told = json_of("inspect", store)
     assert (
         told["bytes"]
         == sum(told["cost"].values())
@@ -130,7 +130,7 @@ def test_inspect_tells_how_keys_and_values_are_stored_and_what_that_cost(home, t
         out=tmp_path / "s",
         settings=Settings(kv="int4-values"),
     )
-    told = json.loads(run("inspect", tmp_path / "s", "--json").out)["manifest"]
+    told = json_of("inspect", tmp_path / "s")["manifest"]
     assert told["kv"] == {"keys": "int8-rows", "values": "int4-rows"}
     shown = run("inspect", tmp_path / "s").out
     assert "stored as  keys int8-rows, values int4-rows\n" in shown
@@ -143,19 +143,17 @@ def test_inspect_tells_how_keys_and_values_are_stored_and_what_that_cost(home, t
 
 def test_index_is_built_kept_shown_and_searched(copy):
     store = copy("indexed.kv")
-    first = json.loads(run("index", store, "--kind", "faiss-ivf", "--k", "10", "--json").out)
-    again = json.loads(run("index", store, "--kind", "faiss-ivf", "--k", "10", "--json").out)
+    first = json_of("index", store, "--kind", "faiss-ivf", "--k", "10")
+    again = json_of("index", store, "--kind", "faiss-ivf", "--k", "10")
     assert (first["built"], first["reused"]) == (first["heads"], 0)
     assert (again["built"], again["reused"]) == (0, first["heads"])
     assert first["recall"] >= first["lowest_recall"] > 0
-    (shown,) = json.loads(run("inspect", store, "--json").out)["indexes"]
+    (shown,) = json_of("inspect", store)["indexes"]
     assert (shown["kind"], shown["heads"], shown["k"]) == ("faiss-ivf", first["heads"], 10)
     assert (shown["recall"], shown["bytes"]) == (pytest.approx(first["recall"]), first["bytes"])
     assert "faiss-ivf" in run("inspect", store).out
     assert "faiss-ivf index" in run("verify", store).out
-    found = json.loads(
-        run("ask", store, QUESTION, "-o", "index=faiss-ivf", "--max-new-tokens", "2", "--json").out
-    )
+    found = json_of("ask", store, QUESTION, "-o", "index=faiss-ivf", "--max-new-tokens", "2")
     assert found["options"]["index"] == "faiss-ivf"
 
 
@@ -166,7 +164,7 @@ def test_ask_searches_the_clusters_once_they_are_built(copy):
         return run("ask", store, QUESTION, "--max-new-tokens", "5", "--json", *options)
 
     assert json.loads(asked().out)["search"] == {"index": "flat"}
-    assert json.loads(run("index", store, "--json").out)["kind"] == "clusters"
+    assert json_of("index", store)["kind"] == "clusters"
     assert json.loads(asked().out)["search"] == {"index": "clusters"}
     assert json.loads(asked("-o", "index=flat").out)["search"] == {"index": "flat"}
     assert not asked().err
@@ -199,7 +197,7 @@ UNFINISHED, DAMAGED = ["begun", "some heads", "no metadata"], ["metadata", "size
 @pytest.mark.parametrize("how", [*UNFINISHED, *DAMAGED])
 def test_an_incomplete_index_is_ignored_with_a_note(copy, how):
     store = copy("half.kv")
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     whole = run("ask", store, QUESTION, "--max-new-tokens", "5").out
     make_unfinished(store, how)
     ran = run("ask", store, QUESTION, "--max-new-tokens", "5", "--json")
@@ -215,10 +213,11 @@ def test_an_incomplete_index_is_ignored_with_a_note(copy, how):
     assert asked.code == (2 if how in UNFINISHED else 1)
     assert "offload-decode index" in asked.err
     assert run("ask", store, QUESTION, "--max-new-tokens", "2", "-o", "index=flat").err == ""
-    assert run("inspect", store).code == run("inspect", store, "--json").code == 0
+    done("inspect", store)
+    done("inspect", store, "--json")
     if how in UNFINISHED:
         assert "unfinished" in run("inspect", store).out
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     again = run("ask", store, QUESTION, "--max-new-tokens", "5", "--json")
     assert (again.err, json.loads(again.out)["search"]) == ("", {"index": "clusters"})
     (folder,) = store.with_name("half.kv.indexes").iterdir()
@@ -228,7 +227,7 @@ def test_an_incomplete_index_is_ignored_with_a_note(copy, how):
 @pytest.mark.parametrize("how", ["begun", "some heads"])
 def test_verify_tells_unfinished_from_damaged(copy, how):
     store = copy("half.kv")
-    assert run("index", store, "--k", "10").code == 0
+    done("index", store, "--k", "10")
     make_unfinished(store, how)
     ran = run("verify", store, "--json")
     told = json.loads(ran.out)
@@ -242,23 +241,21 @@ def test_an_index_that_scans_says_so(copy):
     store = copy("scanned.kv")
     ran = run("index", store, "--kind", "faiss-hnsw", "--k", "10")
     assert "every head reached that recall only by a full scan" in ran.err
-    report = json.loads(run("index", store, "--kind", "faiss-hnsw", "--k", "10", "--json").out)
+    report = json_of("index", store, "--kind", "faiss-hnsw", "--k", "10")
     assert report["full_scans"] == report["heads"]
-    (shown,) = json.loads(run("inspect", store, "--json").out)["indexes"]
+    (shown,) = json_of("inspect", store)["indexes"]
     assert shown["full_scans"] == report["heads"]
     assert "all heads" in run("inspect", store).out
     ask = ["ask", store, QUESTION, "--max-new-tokens", "2", "-o", "index=faiss-hnsw"]
-    assert json.loads(run(*ask, "--json").out)["search"] == {"index": "faiss-hnsw (tuned to a full scan)"}
+    assert json_of(*ask)["search"] == {"index": "faiss-hnsw (tuned to a full scan)"}
     assert "index     faiss-hnsw (tuned to a full scan)" in run(*ask, "--stats").err
 
 
 def test_verify_finds_damage(store, copy):
-    assert json.loads(run("verify", store, "--json").out)["ok"] is True
+    assert json_of("verify", store)["ok"] is True
     damaged = copy("damaged.kv")
     largest = max((f for f in damaged.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
+    flip(largest, largest.stat().st_size // 2)
     ran = run("verify", damaged, "--json")
     told = json.loads(ran.out)
     assert (ran.code, told["ok"]) == (1, False)
@@ -268,7 +265,7 @@ def test_verify_finds_damage(store, copy):
 
 def test_verify_finds_a_damaged_index(copy):
     store = copy("damaged.kv")
-    assert run("index", store, "--kind", "flat").code == 0
+    done("index", store, "--kind", "flat")
     metadata = store.with_name("damaged.kv.indexes") / "flat" / "layer-001-head-000.json"
     metadata.write_text(metadata.read_text().replace('"n"', '"m"'))
     ran = run("verify", store)
@@ -282,12 +279,12 @@ def test_verify_finds_a_damaged_index(copy):
 )
 def test_verify_finds_a_changed_recall_which_is_not_shown(copy, written, instead):
     store = copy("changed.kv")
-    assert run("index", store, "--kind", "faiss-ivf", "--k", "10").code == 0
+    done("index", store, "--kind", "faiss-ivf", "--k", "10")
     for metadata in store.with_name("changed.kv.indexes").rglob("*.json"):
         text = metadata.read_text()
         assert written in text
         metadata.write_text(text.replace(written, instead))
-    (shown,) = json.loads(run("inspect", store, "--json").out)["indexes"]
+    (shown,) = json_of("inspect", store)["indexes"]
     assert (shown["k"], shown["recall"], shown["lowest_recall"]) == (None, None, None)
     assert "exact" not in run("inspect", store).out
     assert "was changed after it was written" in run("verify", store).err

@@ -18,7 +18,7 @@ from offload_decode.evals import demo as job
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
 from offload_decode.prefill_jobs import indexing
 from offload_decode.store.reader import KVStore
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import json_of, refused, run
 from tests.tiny import tiny_tokenizer
 
 WAYS = [Way("top-k", "topk", {"budget": "5"}), Way("dense", "dense", {})]
@@ -196,9 +196,7 @@ def test_bad_tokens_are_refused():
 
 @pytest.mark.slow
 def test_the_shipped_model_finds_the_facts(tmp_path):
-    ran = run("demo", "--out", tmp_path / "demo", "--json", "-q")
-    assert ran.code == 0, ran.out or ran.err
-    told = json.loads(ran.out)
+    told = json_of("demo", "--out", tmp_path / "demo", "-q")
     assert told["found"]["clusters"] == told["found"]["flat"] == 5
     assert told["indexes"]["clusters"]["recall"] > 0.97
     assert told["seconds"] < 180

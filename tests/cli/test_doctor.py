@@ -10,7 +10,7 @@ from offload_decode.cli import doctor, options
 from offload_decode.cli.main import app
 from offload_decode.indexes.registry import kinds
 from offload_decode.selectors import registry
-from tests.cli.conftest import run
+from tests.cli.conftest import done, run
 from tests.processes import apart
 
 # What names a third-party library's import by hand would drag in.
@@ -18,8 +18,7 @@ HEAVY = {"torch", "transformers", "zarr", "faiss", "numba"}
 
 
 def test_the_version_comes_first_and_then_what_is_installed():
-    ran = run("--version")
-    assert ran.code == 0
+    ran = done("--version")
     lines = [line.split(maxsplit=1) for line in ran.out.splitlines()]
     assert lines[0] == ["offload-decode", doctor.version_of("offload-decode")]
     told = dict(lines)
@@ -82,7 +81,7 @@ def test_a_broken_necessity_fails_after_all_checks(monkeypatch):
     assert "/tmp: No space left on device" in ran.out
     assert ran.err == "error: first: fix this first, then run doctor again\n"
     monkeypatch.setattr(doctor, "_CHECKS", rows[1:])
-    assert run("doctor").code == 0
+    done("doctor")
 
 
 def test_two_packages_that_provide_faiss_are_reported(monkeypatch):

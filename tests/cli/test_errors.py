@@ -14,7 +14,7 @@ import pytest
 from offload_decode import demo_models
 from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
-from tests.cli.conftest import MAIN, PROGRAM, refused, run
+from tests.cli.conftest import MAIN, PROGRAM, done, refused, run, write_lines
 from tests.processes import apart
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -56,10 +56,9 @@ def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home, 
     with pytest.raises(KeyboardInterrupt):
         prefill(str(corpus), model=str(model), out=out, settings=settings, progress=interrupt)
     assert "(64 of 530 tokens)" in refused(1, "ask", out, "q")
-    ran = run("prefill", corpus, "--model", model, "--out", out, "-o", "chunk=64")
-    assert ran.code == 0
+    ran = done("prefill", corpus, "--model", model, "--out", out, "-o", "chunk=64")
     assert "resumed after 64" in ran.err
-    assert run("verify", out).code == 0
+    done("verify", out)
 
 
 def test_a_truncated_store(copy):
@@ -166,8 +165,7 @@ def test_corpora_that_cannot_be_read(home, tmp_path):
 def test_a_store_is_never_overwritten(home, store):
     args = ["prefill", home / "corpus.txt", "--model", home / "model", "--out"]
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
-    ran = run(*args, store)
-    assert ran.code == 0
+    ran = done(*args, store)
     assert "kept, it is there already" in ran.err
     assert "of another prefill" in refused(1, *args, store, "-o", "chunk=8")
     assert before == {path: path.stat().st_mtime_ns for path in store.rglob("*")}
@@ -180,7 +178,7 @@ def test_nothing_is_written_into_a_store(home, store, inside):
     ran = run("prefill", home / "corpus.txt", "--model", home / "model", "--out", f"{store}/{inside}")
     assert ran.code == 1
     assert "is a store itself" in ran.err
-    assert run("verify", store).code == 0
+    done("verify", store)
 
 
 @pytest.mark.parametrize("out", ["", ".", "a/.."])
@@ -253,7 +251,7 @@ def test_a_closed_pipe_is_no_error_to_report(store):
 
 def test_help_comes_at_once_and_without_heavy_imports():
     for args in (["--help"], ["-h"], ["ask", "-h"], ["--version"]):
-        assert run(*args).code == 0
+        done(*args)
     loaded = set(apart(LIGHT).stdout.split())
     assert "typer" in loaded
     assert not HEAVY & loaded
@@ -282,8 +280,7 @@ def test_the_installed_command_is_this_one():
     ],
 )
 def test_a_store_in_a_bucket_is_to_be_pulled_first(command, url, tmp_path):
-    questions, out = tmp_path / "q.jsonl", tmp_path / "a.jsonl"
-    questions.write_text('{"question": "q"}\n')
+    questions, out = write_lines(tmp_path / "q.jsonl", {"question": "q"}), tmp_path / "a.jsonl"
     named = {"URL": url, "QUESTIONS": str(questions), "OUT": str(out)}
     told = refused(2, *(named.get(part, part) for part in command))
     assert f"{url} is in a bucket" in told

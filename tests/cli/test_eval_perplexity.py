@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from offload_decode.evals.runs import QuestionRecord, read
 from offload_decode.evals.side_by_side import WayAnswer
 from offload_decode.evals.sparsity import LayerAttention, Question, left_out
 from offload_decode.models import loading
-from tests.cli.conftest import TEXT, refused, run
+from tests.cli.conftest import TEXT, done, json_of, refused, run
 
 FORETELL = ("--lengths", "100", "--places", "1", "--chunk", "40", "--budgets", "8", "--windows", "20")
 
@@ -27,8 +26,7 @@ def text(tmp_path: Path) -> Path:
 def test_perplexity_prints_a_line_for_each_way(home, text, tmp_path):
     out = tmp_path / "run.jsonl"
     asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--out", out)
-    ran = run(*asked)
-    assert ran.code == 0, ran.err
+    ran = done(*asked)
     heading, *lines = ran.out.splitlines()
     assert heading.split()[:5] == ["way", "stored", "NLL", "perplexity", "more"]
     assert [line.split()[:2] for line in lines[:4]] == [
@@ -50,8 +48,7 @@ def test_perplexity_prints_a_line_for_each_way(home, text, tmp_path):
 def test_sliding_shows_every_position(home, text, tmp_path):
     out = tmp_path / "run.jsonl"
     asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--sliding")
-    ran = run(*asked, "--out", out, "-q")
-    assert ran.code == 0, ran.err
+    ran = done(*asked, "--out", out, "-q")
     positions = [line.split()[:3] for line in ran.out.splitlines()[-3:]]
     assert positions == [["1", "to", "40"], ["41", "to", "80"], ["81", "to", "99"]]
     assert ran.err == ""
@@ -92,8 +89,7 @@ def test_sparsity_prints_tasks_layers_and_predictors(home, tmp_path, monkeypatch
     monkeypatch.setattr(sparsity, "listen", few)
     ask = ("--tasks", "plain-fact", "--lengths", "200", "--limit", "1", "--budgets", "64,8")
     out = tmp_path / "run.jsonl"
-    ran = run("eval", "sparsity", "--model", home / "model", *ask, "--out", out)
-    assert ran.code == 0, ran.err
+    ran = done("eval", "sparsity", "--model", home / "model", *ask, "--out", out)
     tasks, layers, predicted = ran.out.split("\n\n")
     assert tasks.splitlines()[1].startswith("plain-fact")
     assert [line.split()[0] for line in layers.splitlines()] == ["layer", "0", "1", "2"]
@@ -101,7 +97,7 @@ def test_sparsity_prints_tasks_layers_and_predictors(home, tmp_path, monkeypatch
     # A tiny random model is right about nothing, and that is said.
     assert "1 question left out of needed tokens: the dense answer scores 0 there" in predicted
     assert read(out).header.configuration["contenders"] == ["dense", "topk:budget=8", "topk:budget=64"]
-    shown = json.loads(run("eval", "sparsity", "--model", home / "model", *ask, "--out", out, "--json").out)
+    shown = json_of("eval", "sparsity", "--model", home / "model", *ask, "--out", out)
     assert len([record for record in shown["records"] if record["record"] == "sparsity"]) == 6
 
 

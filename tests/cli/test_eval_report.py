@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import done, refused, run
 from tests.evals.made_up import write_run
 
 
@@ -19,7 +19,7 @@ def test_a_page_is_written_and_not_written_over(tmp_path):
     assert "two.jsonl" in text
     assert "exists already" in refused(2, "eval", "report", runs[0], "--out", out)
     assert out.read_text() == text
-    assert run("eval", "report", runs[0], "--out", out, "--force", "-q").code == 0
+    done("eval", "report", runs[0], "--out", out, "--force", "-q")
     assert "two.jsonl" not in out.read_text()
 
 
@@ -33,8 +33,7 @@ def test_what_is_no_run_makes_no_page(tmp_path):
 
 def test_a_comparison_is_a_table_a_sentence_and_json(tmp_path):
     runs = [write_run(tmp_path / f"{share}.jsonl", share, questions=40) for share in (0.2, 0.9)]
-    ran = run("eval", "compare", *runs)
-    assert ran.code == 0, ran.err
+    ran = done("eval", "compare", *runs)
     lines = ran.out.splitlines()
     assert lines[-1] == (
         "Of the 10 means over all tasks, 10 better by more than noise (p < 0.05, corrected for all means "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.cli import options
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import done, json_of, refused, run
 from tests.extensions.installing import install, install_example
 
 QUESTION = ("What is the number of thing 3?", "--max-new-tokens", "2")
@@ -26,8 +26,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("example")
 def test_it_selects_searches_and_prefills(home, copy, tmp_path):
     store = copy("docs.kv")
-    ran = run("ask", store, *QUESTION, "-s", "longest-keys", "-o", "budget=20", "-o", "skip=3", "--json")
-    assert ran.code == 0, ran.err
+    ran = done("ask", store, *QUESTION, "-s", "longest-keys", "-o", "budget=20", "-o", "skip=3", "--json")
     assert refused(2, "ask", store, *QUESTION, "-s", "longest-keys", "-o", "skip=-1").endswith("0 or more")
     ran = run("index", store, "--kind", "sorted-keys", "--json")
     assert (ran.code, json.loads(ran.out)["kind"]) == (0, "sorted-keys")
@@ -35,21 +34,20 @@ def test_it_selects_searches_and_prefills(home, copy, tmp_path):
     assert json.loads(ran.out)["search"] == {"index": "sorted-keys"}
     flat = run("ask", store, *QUESTION, "-o", "index=flat", "-o", "budget=20", "--json")
     assert json.loads(ran.out)["answer"] == json.loads(flat.out)["answer"], "both searches are exact"
-    assert "the sorted-keys index" in " ".join(json.loads(run("verify", store, "--json").out)["checked"])
+    assert "the sorted-keys index" in " ".join(json_of("verify", store)["checked"])
     corpus, out = home / "corpus.txt", tmp_path / "evenly.kv"
-    ran = run(
+    ran = done(
         "prefill", corpus, "--model", home / "model", "--out", out, "--method", "evenly", "-o", "budget=50%"
     )
-    assert ran.code == 0, ran.err
     (tmp_path / "more.txt").write_text("Fact 99: the colour of thing 99 is blue.\n")
-    assert run("append", out, tmp_path / "more.txt").code == 0
-    told = json.loads(run("inspect", out, "--json").out)
+    done("append", out, tmp_path / "more.txt")
+    told = json_of("inspect", out)
     assert told["manifest"]["prefill"]["method"] == "evenly"
 
 
 @pytest.mark.usefixtures("example")
 def test_it_is_listed_by_the_distribution_that_brings_it():
-    told = {one["name"]: one for one in json.loads(run("selectors", "--json").out)["selectors"]}
+    told = {one["name"]: one for one in json_of("selectors")["selectors"]}
     assert told["longest-keys"]["from"] == "key-lengths 0.1.0"
     assert told["longest-keys"]["method"] == "Select the longest keys."
     assert told["longest-keys"]["options"]["skip"] == 0
@@ -84,8 +82,8 @@ def test_one_that_is_broken_is_one_sentence(home, store, tmp_path):
         said = refused(1, *arguments)
         assert "'torn' of torn 0.1 cannot be used" in said
         assert "No module named 'nowhere'" in said
-    assert run("ask", store, *QUESTION).code == 0
-    assert run("--help").code == 0
+    done("ask", store, *QUESTION)
+    done("--help")
 
 
 @pytest.mark.usefixtures("example")
@@ -113,12 +111,12 @@ def test_what_an_extension_made_says_so_where_it_is_not_installed(home, copy, tm
     store, made = copy("docs.kv"), tmp_path / "evenly.kv"
     with pytest.MonkeyPatch.context() as patch:
         install_example(tmp_path / "example", patch)
-        assert run("index", store, "--kind", "sorted-keys").code == 0
+        done("index", store, "--kind", "sorted-keys")
         arguments = ["--model", home / "model", "--out", made, "--method", "evenly"]
-        assert run("prefill", home / "corpus.txt", *arguments).code == 0
+        done("prefill", home / "corpus.txt", *arguments)
     said = refused(2, "ask", store, *QUESTION, "-o", "index=sorted-keys")
     assert "built by an extension that is not installed here: install the package" in said
-    assert run("ask", store, *QUESTION).code == 0
+    done("ask", store, *QUESTION)
     assert "sorted-keys" in run("inspect", store).out
     (problem,) = json.loads(run("verify", store, "--json").out)["problems"]
     assert "not installed here" in problem

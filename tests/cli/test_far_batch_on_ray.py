@@ -25,8 +25,8 @@ from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray import asking, workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, TryAgain
-from tests.cli.conftest import Ran, lines_of, refused, run
-from tests.cli.test_batch_on_ray import sorted_lines, write_questions
+from tests.cli.conftest import Ran, done, lines_of, refused, run, write_lines
+from tests.cli.test_batch_on_ray import sorted_lines
 from tests.prefill_jobs.test_ray import descendants
 
 
@@ -35,8 +35,8 @@ def bucket(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A folder that is a bucket with a collection; for reading only."""
     folder = tmp_path_factory.mktemp("bucket")
     here = folder.with_name(folder.name + ".here")
-    assert run("collect", texts, "--model", home / "model", "--out", here).code == 0
-    assert run("push", here, f"file://{folder}/texts").code == 0
+    done("collect", texts, "--model", home / "model", "--out", here)
+    done("push", here, f"file://{folder}/texts")
     return folder
 
 
@@ -174,8 +174,7 @@ def test_ask_puts_its_question_to_workers(url, bucket, tmp_path, monkeypatch):
     here = Path(url.removeprefix("file://"))
     alone = json.loads(run("ask", here, *how).out)["answers"]
     for place in (url, here):
-        ran = run("ask", place, *how, "--workers", "ray")
-        assert ran.code == 0, ran.err
+        ran = done("ask", place, *how, "--workers", "ray")
         found = json.loads(ran.out)["answers"]
         what = ("document", "answer", "tokens", "finish", "citations")
         assert [[one[key] for key in what] for one in found] == [[one[key] for key in what] for one in alone]
@@ -207,7 +206,7 @@ QUESTIONS = [{"question": f"Which word is word {n}?", "id": n} for n in range(4)
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    return write_questions(tmp_path, QUESTIONS)
+    return write_lines(tmp_path / "questions.jsonl", *QUESTIONS)
 
 
 def batch(url: str, questions: Path, out: Path, *options: str) -> Ran:
@@ -271,8 +270,7 @@ def test_two_machines_are_asked(url, tmp_path, machines):
     machines.add("m")
     machines.add("n")
     how = ("ask", url, "Which word is beta?", "--all", "--json", "--max-new-tokens", "4")
-    apart = run(*how, "--workers", "ray", "--worker-count", "2")
-    assert apart.code == 0, apart.err
+    apart = done(*how, "--workers", "ray", "--worker-count", "2")
     assert fetched(tmp_path / "m") + fetched(tmp_path / "n") >= 3
     assert fetched(tmp_path / "cache") == 0, "this machine asks nothing"
     alone, found = (json.loads(ran.out)["answers"] for ran in (run(*how), apart))

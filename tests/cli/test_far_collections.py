@@ -1,4 +1,4 @@
-"""A collection in a bucket: what went there comes back, is renewed, and is asked where few stores fit."""
+"""Stores and collections in a bucket: they come back, are renewed, and are asked where few stores fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.store.files import SEAL
-from tests.cli.conftest import lines_of, refused, run
+from tests.cli.conftest import done, json_of, lines_of, refused, run, write_lines
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
 
@@ -23,7 +23,7 @@ from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
 @pytest.fixture(scope="module")
 def made(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("collections") / "texts"
-    assert run("collect", texts, "--model", home / "model", "--out", out).code == 0
+    done("collect", texts, "--model", home / "model", "--out", out)
     return out
 
 
@@ -54,8 +54,7 @@ def content(collection: Path) -> dict[str, bytes]:
 
 
 def asked(place: str | Path, *options: str) -> dict[str, str]:
-    ran = run("ask", place, "Which word is beta?", "--json", "--max-new-tokens", "3", *options)
-    assert ran.code == 0, ran.err
+    ran = done("ask", place, "Which word is beta?", "--json", "--max-new-tokens", "3", *options)
     return {one["document"]: one["answer"] for one in json.loads(ran.out)["answers"]}
 
 
@@ -64,19 +63,54 @@ def kept() -> list[Path]:
     return [path for path in (user_cache() / "fetched").glob("*/content") if (path / "zarr.json").exists()]
 
 
+def test_a_store_goes_there_and_comes_back(service, store, tmp_path):
+    url, back = f"s3://bucket{tmp_path}/x.kv", tmp_path / "back.kv"
+    pushed = run("push", store, url)
+    assert (pushed.code, pushed.out) == (0, "")
+    assert f"{url}: " in pushed.err
+    assert f"offload-decode pull {url} STORE" in pushed.err
+    again = run("push", store, url, "--json", "-q")
+    assert again.err == ""
+    found = json.loads(again.out)
+    assert (found["files"], found["bytes"], found["url"]) == (0, 0, url)
+    assert found["skipped_files"] > 0
+    pulled = run("pull", url, back, "--json")
+    assert json.loads(pulled.out)["bytes"] == found["skipped_bytes"]
+    assert "files fetched" in pulled.err
+    done("verify", back)
+    assert run("pull", url, tmp_path / "quiet.kv", "-q").err == ""
+
+
+def test_what_is_no_store_or_no_bucket_is_refused(service, store, tmp_path):
+    url = f"s3://bucket{tmp_path}/x.kv"
+    assert "There is no store at s3://" in refused(1, "pull", url, tmp_path / "back.kv")
+    assert "There is no store at" in refused(1, "push", tmp_path / "none.kv", url)
+    assert "There is no store at s3://" in refused(1, "pull", url, store)
+    done("push", store, there := f"s3://bucket{tmp_path}/there.kv")
+    (kept := tmp_path / "kept.kv").mkdir()
+    (kept / "notes.txt").write_text("mine")
+    assert "exists already" in refused(1, "pull", there, kept)
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert "s3://BUCKET/NAME" in refused(2, "push", store, tmp_path / "x.kv")
+    assert "s3://BUCKET/NAME" in refused(2, "pull", store, url)
+    assert "There is no bucket" in refused(1, "push", store, "s3://no-bucket/x.kv")
+    service.refuse_after = 0
+    assert "was refused" in refused(1, "pull", url, tmp_path / "back.kv")
+
+
 def test_it_goes_there_and_comes_back(collection, service, tmp_path):
     url = f"s3://bucket{tmp_path}/texts"
     ran = run("push", collection, url, "--json")
     assert (ran.code, json.loads(ran.out)["moved"]) == (0, 3)
     service.requests.clear()
-    again = json.loads(run("push", collection, url, "--json").out)
+    again = json_of("push", collection, url)
     assert (again["moved"], again["kept"], again["files"]) == (0, 3, 0)
     assert service.sent("PUT") == []
     back = tmp_path / "back"
     ran = run("pull", url, back)
     assert "3 documents fetched" in ran.err
     assert content(back) == content(collection)
-    assert run("verify", back).code == 0
+    done("verify", back)
     assert asked(back) == asked(collection)
 
 
@@ -113,7 +147,7 @@ def test_what_was_cut_off_goes_on(command, collection, service, tmp_path):
     if command == "pull":
         run("push", collection, str(way(0)[1]))
     service.requests.clear()
-    assert run(*way(0)).code == 0
+    done(*way(0))
     requests = len(service.requests)
     for cut in range(2, requests, requests // 4):
         service.requests.clear()
@@ -122,21 +156,21 @@ def test_what_was_cut_off_goes_on(command, collection, service, tmp_path):
         service.refuse_after = None
         if command == "pull":
             assert not (tmp_path / str(cut)).exists()
-            assert run(*way(cut)).code == 0
+            done(*way(cut))
             assert content(tmp_path / str(cut)) == content(collection)
             continue
         there = keys(service, f"{str(tmp_path)[1:]}/{cut}/")
         assert "documents.jsonl" not in there or sum(key.endswith(SEAL) for key in there) == 3
-        assert run(*way(cut)).code == 0
+        done(*way(cut))
         assert "3 there already" in run(*way(cut)).err
 
 
 def test_a_push_renews_it(collection, home, texts, tmp_path, url):
-    assert run("push", collection, url).code == 0
+    done("push", collection, url)
     folder = Path(shutil.copytree(texts, tmp_path / "own"))
     (folder / "alpha.txt").unlink()
     (folder / "beta.txt").write_text("The word is beta, of another text.")
-    assert run("collect", folder, "--model", home / "model", "--out", collection).code == 0
+    done("collect", folder, "--model", home / "model", "--out", collection)
     ran = run("push", collection, url)
     assert "1 document sent" in ran.err
     assert "1 there already, 2 removed" in ran.err
@@ -147,7 +181,7 @@ def test_a_push_renews_it(collection, home, texts, tmp_path, url):
 
 
 def test_a_store_that_was_made_anew_takes_the_place_of_the_earlier(collection, tmp_path, url):
-    assert run("push", collection, url).code == 0
+    done("push", collection, url)
     far = Collection(tmp_path / "bucket" / "texts")
     store = far.store(far.entries[0])
     sums = store / "SHA256SUMS.sha256"
@@ -157,12 +191,12 @@ def test_a_store_that_was_made_anew_takes_the_place_of_the_earlier(collection, t
 
 
 def test_a_push_that_would_leave_little_is_asked_for(collection, home, texts, tmp_path, url):
-    assert run("push", collection, url).code == 0
+    done("push", collection, url)
     before = content(tmp_path / "bucket" / "texts")
     folder, part = tmp_path / "part", tmp_path / "part.collection"
     folder.mkdir()
     shutil.copy(texts / "alpha.txt", folder)
-    assert run("collect", folder, "--model", home / "model", "--out", part).code == 0
+    done("collect", folder, "--model", home / "model", "--out", part)
     told = refused(2, "push", part, url)
     assert "3 documents lie at" in told
     assert "give --drop" in told
@@ -172,8 +206,8 @@ def test_a_push_that_would_leave_little_is_asked_for(collection, home, texts, tm
 
 
 def test_indexes_that_were_built_since_are_sent(collection, tmp_path, url):
-    assert run("push", collection, url).code == 0
-    assert run("index", collection, "--k", "10").code == 0
+    done("push", collection, url)
+    done("index", collection, "--k", "10")
     assert "3 documents sent" in run("push", collection, url).err
     assert len(list((tmp_path / "bucket").rglob("*.kv.indexes"))) == 3
     assert "3 there already" in run("push", collection, url).err
@@ -184,8 +218,8 @@ def test_a_pull_takes_nothing_from_that_of_another_models_collection(collection,
     other = Path(shutil.copytree(collection, tmp_path / "other"))
     header = json.loads((other / "collection.json").read_text())
     (other / "collection.json").write_text(json.dumps(header | {"model_id": "another"}))
-    assert run("push", collection, url).code == 0
-    assert run("push", other, f"{url}-other").code == 0
+    done("push", collection, url)
+    done("push", other, f"{url}-other")
     out = tmp_path / "back"
 
     def cut(*args: object) -> None:
@@ -200,15 +234,15 @@ def test_a_pull_takes_nothing_from_that_of_another_models_collection(collection,
 
 
 def test_it_is_asked_where_it_lies(collection, url, tmp_path):
-    assert run("push", collection, url).code == 0
+    done("push", collection, url)
     assert list(asked(url, "--top", "1")) == ["beta.txt"]
     assert len(kept()) == 1
     expected = asked(collection, "--all")
     assert asked(url, "--all") == expected
-    questions, out = tmp_path / "q.jsonl", tmp_path / "out.jsonl"
-    questions.write_text('{"question": "Which word is beta?"}\n')
+    questions = write_lines(tmp_path / "q.jsonl", {"question": "Which word is beta?"})
+    out = tmp_path / "out.jsonl"
     command = ("batch", url, "--all", "--questions", questions, "--out", out, "--max-new-tokens", "3")
-    assert run(*command).code == 0
+    done(*command)
     lines = lines_of(out)
     assert {line["document"]: line["answer"] for line in lines} == expected
     assert all(line["store"].startswith(f"{url}/stores/") for line in lines)
@@ -216,7 +250,7 @@ def test_it_is_asked_where_it_lies(collection, url, tmp_path):
 
 
 def test_the_stores_that_are_kept_stay_within_their_bound(collection, url):
-    assert run("push", collection, url).code == 0
+    done("push", collection, url)
     stores = [Collection(collection).store(entry) for entry in Collection(collection).entries]
     one = max(sum(path.stat().st_size for path in store.rglob("*") if path.is_file()) for store in stores)
     lists = sum(path.stat().st_size for path in collection.glob("*.*"))
@@ -231,7 +265,7 @@ def test_the_stores_that_are_kept_stay_within_their_bound(collection, url):
 
 
 def test_a_store_that_is_gone_there_is_its_documents_error(collection, tmp_path, url):
-    assert run("push", collection, url).code == 0
+    done("push", collection, url)
     far = Collection(tmp_path / "bucket" / "texts")
     shutil.rmtree(far.store(far.entries[1]))
     ran = run("ask", url, "Which word?", "--all", "--json", "--max-new-tokens", "2")
@@ -244,14 +278,14 @@ def test_a_store_that_is_gone_there_is_its_documents_error(collection, tmp_path,
 def test_refusals(collection, home, store, tmp_path, url):
     assert "There is no store at" in refused(1, "pull", url, tmp_path / "back")
     assert "is in a bucket: pull it first" in refused(2, "ask", url, "Which?")
-    assert run("push", store, url).code == 0
+    done("push", store, url)
     assert "something else than a collection" in refused(1, "push", collection, url)
     assert "pull it first" in refused(2, "ask", url, "Which?")
     other = tmp_path / "other"
     shutil.copytree(collection, other)
     header = (other / "collection.json").read_text()
     (other / "collection.json").write_text(header.replace('"float32"', '"bfloat16"'))
-    assert run("push", collection, url + "2").code == 0
+    done("push", collection, url + "2")
     assert "is a collection of another model" in refused(1, "push", other, url + "2")
     assert "exists already" in refused(1, "pull", url + "2", other)
     (tmp_path / "bucket" / "texts2" / "PUSHING").write_text("another")

@@ -14,7 +14,7 @@ from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
 from offload_decode.store import KVStore
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import done, refused, run
 from tests.processes import apart
 from tests.store.test_refusals import edit, reseal
 
@@ -38,8 +38,7 @@ def test_escape_sequences_in_a_manifest_are_shown(copy):
     metadata.write_text(json.dumps(described))
     names.write_bytes(listed.encode())
     reseal(store)
-    ran = run("inspect", store)
-    assert ran.code == 0
+    ran = done("inspect", store)
     assert r"\x1b[31mm\u202e" in ran.out
     assert r"s\x9b2J\x0aforged  line" in ran.out
     assert r"\x1b[31m.txt" in ran.out
@@ -61,8 +60,7 @@ def test_escape_sequences_in_names_and_errors_are_shown(home, tmp_path):
         assert "\x1b" not in ran.err + ran.out
     (folder / f"bad{RED}.txt").write_bytes(b"\0")
     (folder / "good.txt").write_text("text")
-    ran = run("prefill", folder, "--model", home / "model", "--out", tmp_path / "s.kv")
-    assert ran.code == 0
+    ran = done("prefill", folder, "--model", home / "model", "--out", tmp_path / "s.kv")
     assert r"bad\x1b[31m.txt" in ran.err
     assert "\x1b" not in ran.err + ran.out
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import random
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +16,9 @@ from offload_decode.prefill_jobs.many import Job
 from offload_decode.prefill_jobs.on_ray.jobs import Indexer, indexed
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
 from offload_decode.prefill_jobs.on_ray.workers import Reply
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import done, json_of, refused, run
+from tests.cli.test_batch_on_ray import killing
 from tests.prefill_jobs.killing import tree
-from tests.prefill_jobs.test_ray import descendants
 
 Copy = Callable[[str], Path]
 
@@ -33,8 +29,8 @@ def indexes_of(store: Path) -> dict[str, bytes]:
 
 def test_several_stores_are_indexed_as_each_alone(copy):
     stores = [copy(name) for name in ("a.kv", "b.kv", "c.kv")]
-    assert run("index", stores[0], "--k", "10").code == 0
-    told = json.loads(run("index", *stores[1:], "--k", "10", "--json").out)
+    done("index", stores[0], "--k", "10")
+    told = json_of("index", *stores[1:], "--k", "10")
     assert [report["built"] for report in told["indexes"]] == [report["heads"] for report in told["indexes"]]
     assert indexes_of(stores[0]) == indexes_of(stores[1]) == indexes_of(stores[2])
 
@@ -65,10 +61,10 @@ def test_a_collection_is_indexed_store_by_store(home, tmp_path):
     for name in ("one", "two"):
         (tmp_path / "texts" / f"{name}.txt").write_text(f"Chapter {name}. " * 20)
     path = tmp_path / "all.collection"
-    assert run("collect", tmp_path / "texts", "--model", home / "model", "--out", path).code == 0
-    told = json.loads(run("index", path, "--k", "10", "--json").out)
+    done("collect", tmp_path / "texts", "--model", home / "model", "--out", path)
+    told = json_of("index", path, "--k", "10")
     assert len(told["indexes"]) == 2
-    assert run("verify", path).code == 0
+    done("verify", path)
 
 
 @pytest.mark.parametrize("wrong", [("--kind", "unheard-of"), ("--recall", "0")])
@@ -153,25 +149,11 @@ def test_stores_indexed_by_workers_that_are_killed(copy, tmp_path):
     if importlib.util.find_spec("ray") is None:  # imported before the command, it would write to stdout
         pytest.skip("Ray is not installed")
     plain = copy("plain.kv")
-    assert run("index", plain, "--k", "10").code == 0
+    done("index", plain, "--k", "10")
     stores = [copy(f"{number}.kv") for number in range(6)]
-    none, over, killed = tmp_path / "none.kv", threading.Event(), []
-
-    def kill() -> None:
-        rng = random.Random(0)
-        while len(killed) < 2 and not over.wait(1):
-            workers = [pid for pid, title in descendants(os.getpid()).items() if "ray::Indexer" in title]
-            if workers:
-                killed.append(rng.choice(workers))
-                os.kill(killed[-1], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
+    none = tmp_path / "none.kv"
+    with killing("ray::Indexer", 2, lambda _: 1.0) as killed:
         ran = run("index", *stores, none, "--k", "10", "--json", "--workers", "ray", "--worker-count", "2")
-    finally:
-        over.set()
-        killer.join()
     assert killed
     told = json.loads(ran.out)
     assert [failed["store"] for failed in told["failures"]] == [str(none)]

@@ -13,7 +13,7 @@ from offload_decode.planning.caps import kv_of
 from offload_decode.prefill_jobs.job import Maker, PrefillReport
 from offload_decode.prefill_jobs.many import Job
 from offload_decode.store.reader import KVStore
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import done, json_of, refused, run
 from tests.tiny import text_model, tiny_tokenizer
 
 
@@ -47,25 +47,22 @@ def test_several_corpora_are_reported_with_their_failures(home, prefill, tmp_pat
 
 
 def test_a_slash_makes_out_a_folder(prefill, tmp_path):
-    ran = run(*prefill, "--out", f"{tmp_path}/out/")
-    assert ran.code == 0
+    ran = done(*prefill, "--out", f"{tmp_path}/out/")
     assert "1 made" in ran.err
     assert (tmp_path / "out" / "corpus.kv").is_dir()
-    again = run(*prefill, "--out", tmp_path / "out" / "corpus.kv")
-    assert again.code == 0
+    again = done(*prefill, "--out", tmp_path / "out" / "corpus.kv")
     assert "kept, it is there already" in again.err
 
 
 def test_straight_into_a_bucket(home, prefill, tmp_path):
     url = f"file://{tmp_path}/bucket/a.kv"
-    ran = run(*prefill, "--out", url, "--staging", tmp_path / "staging", "--json")
-    assert ran.code == 0, ran
+    ran = done(*prefill, "--out", url, "--staging", tmp_path / "staging", "--json")
     told = json.loads(ran.out)
     assert told["store"] == url
     assert told["pushed"]["files"] > 0
     assert f"offload-decode pull {url} STORE" in ran.err
     pulled = tmp_path / "pulled.kv"
-    assert run("pull", url, pulled).code == 0
+    done("pull", url, pulled)
     assert KVStore.open(pulled).store_digest == KVStore.open(home / "store.kv").store_digest
     again = [*prefill, "--out", url, "--staging", tmp_path / "staging"]
     assert "kept, it is there already" in run(*again).err
@@ -74,23 +71,23 @@ def test_straight_into_a_bucket(home, prefill, tmp_path):
 
 def test_the_staging_folder_is_in_the_users_cache(prefill, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run(*prefill, "--out", f"file://{tmp_path}/a.kv").code == 0
+    done(*prefill, "--out", f"file://{tmp_path}/a.kv")
     assert list((tmp_path / "cache" / "offload-decode" / "staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4-values"])
 def test_how_keys_and_values_are_stored(prefill, tmp_path, kv):
-    assert run(*prefill, "--out", tmp_path / "s", "--kv", kv).code == 0
+    done(*prefill, "--out", tmp_path / "s", "--kv", kv)
     assert kv_of(KVStore.open(tmp_path / "s").manifest) == kv
 
 
 def test_ask_and_inspect_say_how_the_store_was_made(prefill, store, tmp_path):
-    assert run(*prefill, "--out", tmp_path / "s", "--method", "quoka", "--kv", "int8").code == 0
+    done(*prefill, "--out", tmp_path / "s", "--method", "quoka", "--kv", "int8")
     asked = run("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2")
     assert "approximate: prefilled with quoka (" in asked.err
     assert "budget=25%" in asked.err
     assert "keys are int8" in asked.err
-    told = json.loads(run("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2", "--json").out)
+    told = json_of("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2")
     assert (told["prefill"]["method"], told["kv"]["keys"]) == ("quoka", "int8-rows")
     assert "quoka" in run("inspect", tmp_path / "s").out
     assert "approximate" not in run("ask", store, "Who?", "--max-new-tokens", "2").err
@@ -132,8 +129,7 @@ def test_workers_get_the_options(prefill, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ray_jobs, "prefill_on_ray", workers)
     more = ["--workers", "ray", "--worker-count", "3", "--ram", "1GiB", "--kv", "int8", "-o", "chunk=8"]
-    ran = run(*prefill, "--out", tmp_path / "a.kv", *more, "--staging", tmp_path)
-    assert ran.code == 0
+    done(*prefill, "--out", tmp_path / "a.kv", *more, "--staging", tmp_path)
     assert [job.store for job in given["jobs"]] == [str(tmp_path / "a.kv")]
     assert (given["cluster"].workers, given["cluster"].caps.ram) == (3, 2**30)
     assert (given["settings"].kv, given["settings"].chunk) == ("int8", 8)
@@ -155,8 +151,7 @@ def folder(tmp_path: Path) -> Path:
 def test_patterns_choose_files_and_skipped_ones_are_named(home, folder, tmp_path):
     patterns = ("--glob", "*.md", "--glob", "*.txt", "--exclude", "b.*")
     args = ["prefill", folder, "--model", home / "model", *patterns]
-    ran = run(*args, "--out", tmp_path / "s.kv", "--json")
-    assert ran.code == 0, ran
+    ran = done(*args, "--out", tmp_path / "s.kv", "--json")
     assert [one.name for one in KVStore.open(tmp_path / "s.kv").documents] == ["a.md", "docs/c.md"]
     assert json.loads(ran.out)["skipped"] == [
         {"name": "b.txt", "reason": "--exclude names it"},
@@ -168,15 +163,14 @@ def test_patterns_choose_files_and_skipped_ones_are_named(home, folder, tmp_path
         "skipped 3 files: link.txt (it is a link to a file); b.txt (--exclude names it); docs/d.md" in ran.err
     )
     assert "--follow-links follows symbolic links" in ran.err
-    followed = run(*args, "--out", tmp_path / "f.kv", "--follow-links")
-    assert followed.code == 0
+    done(*args, "--out", tmp_path / "f.kv", "--follow-links")
     assert "link.txt" in [one.name for one in KVStore.open(tmp_path / "f.kv").documents]
 
 
 def test_several_corpora_share_the_rules(home, folder, tmp_path):
     folder = folder.rename(tmp_path / "texts")
     args = ["prefill", folder, home / "corpus.txt", "--model", home / "model", "--glob", "*.md"]
-    assert run(*args, "--out", tmp_path / "out").code == 0
+    done(*args, "--out", tmp_path / "out")
     assert [one.name for one in KVStore.open(tmp_path / "out" / "texts.kv").documents] == [
         "a.md",
         "docs/c.md",
@@ -199,14 +193,14 @@ def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home, tmp_path)
     text_model(max_position_embeddings=512, rope_parameters=rope).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     given = ["prefill", home / "corpus.txt", "--model", tmp_path / "model", "--out", tmp_path / "store"]
-    assert run(*given, "--context", "1K").code == 0
-    tokens = json.loads(run("inspect", tmp_path / "store", "--json").out)["manifest"]["n_tokens"]
+    done(*given, "--context", "1K")
+    tokens = json_of("inspect", tmp_path / "store")["manifest"]["n_tokens"]
     assert f"rotated as in a text of {tokens + 1024:,} tokens" in run("inspect", tmp_path / "store").out
     assert f"{tokens + 4096:,} tokens" in run("plan", "--model", tmp_path / "model", "--tokens", tokens).out
     assert "kept" in run(*given, "--context", "1024").err
     assert "of another --context" in refused(1, *given)
     long = refused(2, "ask", tmp_path / "store", "x" * 1024, "--max-new-tokens", "1")
     assert "larger --context" in long
-    answer = json.loads(run("ask", tmp_path / "store", "x" * 1000, "--max-new-tokens", 100, "--json").out)
+    answer = json_of("ask", tmp_path / "store", "x" * 1000, "--max-new-tokens", 100)
     assert answer["tokens"] < 25
     assert answer["finish"] == "length"

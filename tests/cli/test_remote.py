@@ -15,17 +15,10 @@ from offload_decode.common.errors import StoreError
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.security import Access
 from offload_decode.server.requests import Busy
-from tests.cli.conftest import lines_of, refused, run
-from tests.processes import apart
+from tests.cli.conftest import imported, json_of, lines_of, refused, run, write_lines
 from tests.server.fakes import STORED, FakeService
 from tests.server.http.conftest import listening
 
-LIGHT = """
-import atexit, sys
-atexit.register(lambda: print(*sys.modules, file=sys.stderr))
-from offload_decode.cli.main import main
-main()
-"""
 HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi"}
 MANNER = AnswerOptions("topk", {}, 64)
 
@@ -71,7 +64,7 @@ def test_json_has_the_fields_of_the_server(url):
     (document,) = told["citations"]
     assert (document["name"], document["share"]) == ("minutes.txt", 0.75)
     assert told["stats"]["bytes_moved"] == 1000
-    assert "citations" not in json.loads(run("ask", "book", "Who?", "--server", url, "--json").out)
+    assert "citations" not in json_of("ask", "book", "Who?", "--server", url)
 
 
 def test_notes_show_citations_and_cost(url):
@@ -212,7 +205,7 @@ def test_a_chat_sends_all_turns(url, service, tmp_path):
 
 def test_a_batch_is_asked_concurrently_and_resumes(url, service, tmp_path):
     lines = [{"question": f"What is {n}?", "id": n, "topic": "n"} for n in range(5)]
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "q.jsonl", *lines)
     out = tmp_path / "a.jsonl"
     command = ["batch", "x/book.kv", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
     ran = run(*command, "--batch-size", "3", "--cite", "-q")
@@ -229,7 +222,7 @@ def test_a_batch_is_asked_concurrently_and_resumes(url, service, tmp_path):
 
 
 def test_a_batch_names_unanswered_questions(url, service, tmp_path):
-    (tmp_path / "q.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
+    write_lines(tmp_path / "q.jsonl", {"question": "a"}, {"question": "b"})
     out = tmp_path / "a.jsonl"
     command = ["batch", "book", "no", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
     ran = run(*command)
@@ -244,6 +237,6 @@ def test_a_batch_names_unanswered_questions(url, service, tmp_path):
 
 
 def test_asking_a_server_skips_slow_imports(url):
-    ran = apart(LIGHT, "ask", "book", "q", "--server", url, "--cite")
-    assert (ran.returncode, ran.stdout) == (0, "q\n")
-    assert not set(ran.stderr.splitlines()[-1].split()) & HEAVY
+    printed, modules = imported("ask", "book", "q", "--server", url, "--cite")
+    assert printed == "q\n"
+    assert not modules & HEAVY

@@ -2,18 +2,16 @@
 
 import dataclasses
 import inspect
-import json
 
 import pytest
 
 from offload_decode.selectors import registry
 from offload_decode.selectors.registry import declared
-from tests.cli.conftest import run
-from tests.processes import apart
+from tests.cli.conftest import imported, json_of, run
 
 
 def test_every_selector_is_listed_with_paper_cost_and_memory():
-    listed = json.loads(run("selectors", "--json").out)["selectors"]
+    listed = json_of("selectors")["selectors"]
     assert [one["name"] for one in listed] == registry.names()
     for one in listed:
         assert one["paper"].startswith("https://") or one["name"] == "random", one["name"]
@@ -42,7 +40,6 @@ def test_declarations_read_from_source_equal_the_class(name):
 
 
 def test_listing_skips_slow_imports():
-    script = "import sys; sys.argv = ['', 'selectors']; from offload_decode.cli.main import app\n"
-    loaded = set(apart(script + "try: app()\nfinally: print(*sys.modules)").stdout.split())
-    assert "typer" in loaded
-    assert not {"torch", "transformers", "numba", "zarr", "numpy"} & loaded
+    _, modules = imported("selectors")
+    assert "typer" in modules
+    assert not {"torch", "transformers", "numba", "zarr", "numpy"} & modules

@@ -12,15 +12,9 @@ from transformers.utils.import_utils import fetch__all__
 
 from offload_decode.common.fast_import import LatePattern, last_list
 from offload_decode.hf import shape, user_cache
-from tests.cli.conftest import run
+from tests.cli.conftest import imported, run
 from tests.processes import apart
 
-ASKING = """
-import atexit, sys
-atexit.register(lambda: print(*sys.modules, file=sys.stderr))
-from offload_decode.cli.main import main
-main()
-"""
 NEVER = {
     "accelerate.commands.launch",
     "datasets",
@@ -73,11 +67,10 @@ def test_ask_skips_slow_imports_and_answers_the_same(store, monkeypatch):
     monkeypatch.setattr(user_cache, "_known", {})
     monkeypatch.setattr(shape, "_LONG_S", -1.0)  # write the user cache, as the first process does
     here = run("ask", store, "Which colour?", "--max-new-tokens", "4")
-    ran = apart(ASKING, "ask", store, "Which colour?", "--max-new-tokens", "4")
-    assert (ran.returncode, ran.stdout) == (0, here.out)
-    imported = set(ran.stderr.splitlines()[-1].split())
-    assert "transformers.modeling_utils" in imported
-    assert sorted(imported & NEVER) == []
+    printed, modules = imported("ask", store, "Which colour?", "--max-new-tokens", "4")
+    assert printed == here.out
+    assert "transformers.modeling_utils" in modules
+    assert sorted(modules & NEVER) == []
 
 
 @pytest.mark.parametrize("program", [pytest.param(GIVING_WAY, marks=pytest.mark.slow), LATE])

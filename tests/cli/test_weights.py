@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import done, json_of, refused, run
 from tests.planning.outlines import llama_8b
 
 
@@ -17,14 +16,13 @@ def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("bitsandbytes")
     out = tmp_path_factory.mktemp("weights") / "small.kv"
     made = ("--model", home / "model", "--out", out, "--weights", "int8", "--device", "cpu")
-    ran = run("prefill", home / "corpus.txt", *made)
-    assert ran.code == 0, ran.err
+    done("prefill", home / "corpus.txt", *made)
     return out
 
 
 def test_inspect_and_ask_say_which_weights_prefilled(small, store):
     assert "int8: the keys and values are the quantised model's" in run("inspect", small).out
-    assert json.loads(run("inspect", small, "--json").out)["manifest"]["prefill"]["weights"] == "int8"
+    assert json_of("inspect", small)["manifest"]["prefill"]["weights"] == "int8"
     assert "quantised" not in run("inspect", store).out
     ask = ("ask", small, "What?", "--max-new-tokens", "2", "--device", "cpu")
     sentence = (
@@ -33,7 +31,7 @@ def test_inspect_and_ask_say_which_weights_prefilled(small, store):
     assert run(*ask).err == f"{sentence}.\n"
     assert run(*ask, "--weights", "full").err == f"{sentence}, and it was asked with full weights.\n"
     assert run(*ask, "--weights", "int4").err == f"{sentence}, and it was asked with int4 weights.\n"
-    assert json.loads(run(*ask, "--json").out)["weights"] == "int8"
+    assert json_of(*ask)["weights"] == "int8"
     assert "quantised" not in run("ask", store, "What?", "--max-new-tokens", "2").err
 
 
@@ -46,7 +44,7 @@ def test_a_store_of_other_weights_is_not_the_one_that_is_asked_for(home, small):
 
 def test_several_corpora_are_prefilled_with_such_weights(home, small, tmp_path):
     made = ("--model", home / "model", "--weights", "int8", "--device", "cpu")
-    assert run("prefill", home / "corpus.txt", *made, "--out", f"{tmp_path}/out/").code == 0
+    done("prefill", home / "corpus.txt", *made, "--out", f"{tmp_path}/out/")
     assert "int8: the keys and values" in run("inspect", tmp_path / "out" / "corpus.kv").out
 
 

@@ -12,7 +12,7 @@ import pytest
 from offload_decode.cli.options import byte_count, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
-from tests.cli.conftest import MAIN, refused, run
+from tests.cli.conftest import MAIN, done, refused, run, write_lines
 from tests.processes import apart
 
 LONG = "9" * 5000
@@ -24,9 +24,7 @@ def _batch(store: Path, questions: Path, out: Path | str) -> str:
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    file = tmp_path / "q.jsonl"
-    file.write_text('{"question": "Why?"}\n')
-    return file
+    return write_lines(tmp_path / "q.jsonl", {"question": "Why?"})
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
@@ -156,12 +154,11 @@ def test_a_closed_standard_input_holds_nothing(store):
 
 def test_links_that_lead_nowhere_stop_no_inspection(copy):
     store = copy("s.kv")
-    assert run("index", store, "--kind", "flat").code == 0
+    done("index", store, "--kind", "flat")
     folder = store.with_name("s.kv.indexes") / "flat"
     (folder / "dead").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")
-    ran = run("inspect", store)
-    assert ran.code == 0
+    ran = done("inspect", store)
     assert "flat" in ran.out
 
 

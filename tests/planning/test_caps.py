@@ -46,14 +46,18 @@ def manifest(kv: str = "auto", tokens: int = 100_000) -> Manifest:
     )  # fmt: skip
 
 
+def asking(model, config, caps, index="flat"):
+    return check_ask(planned_ask(model, manifest(), config, caps, HELD, index=index), caps)
+
+
 def test_a_question_beyond_a_cap_is_refused_with_what_fits():
     model = replace(outline("demo"), parameters=10**9, linear=9 * 10**8)
     with pytest.raises(DoesNotFit, match=r"--ram allows 2 GiB: what fits is --weights int8$"):
-        check_ask(model, manifest(), CPU, Caps(ram=2 * GIB), HELD)
+        asking(model, CPU, Caps(ram=2 * GIB))
     with pytest.raises(DoesNotFit, match=r"the least, it is --ram \d+MiB$") as refused:
-        check_ask(model, manifest(), CPU, Caps(ram=GIB // 2), HELD)
+        asking(model, CPU, Caps(ram=GIB // 2))
     least = int(str(refused.value).rpartition(" ")[2].removesuffix("MiB"))
-    check_ask(model, manifest(), replace(CPU, weights="int4"), Caps(ram=least * MIB), HELD)
+    asking(model, replace(CPU, weights="int4"), Caps(ram=least * MIB))
 
 
 def test_a_device_cache_counts_as_gpu_memory(monkeypatch):
@@ -62,7 +66,7 @@ def test_a_device_cache_counts_as_gpu_memory(monkeypatch):
         monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
         model = outline("demo")
         config = EngineConfig(device="cuda", weights=weights, device_cache=cache)
-        return check_ask(model, manifest(), config, Caps(gpu_memory=gpu), HELD)
+        return asking(model, config, Caps(gpu_memory=gpu))
 
     assert check(2 * GIB, GIB) == []
     with pytest.raises(DoesNotFit, match=r"device cache 3 GiB.*what fits is without --device-cache$"):
@@ -78,7 +82,7 @@ def test_the_index_that_is_counted_is_the_one_that_is_searched():
     def taken(built, **options):
         config = replace(CPU, options=options)
         with pytest.raises(DoesNotFit) as refused:
-            check_ask(outline("demo"), manifest(), config, Caps(ram=MIB), HELD, index=built)
+            asking(outline("demo"), config, Caps(ram=MIB), index=built)
         return str(refused.value).partition(", and --ram")[0]
 
     assert taken("clusters") == taken("clusters", index="auto") == taken("flat", index="clusters")
@@ -122,24 +126,24 @@ def test_a_cpu_has_no_weights_streamed():
 def test_a_model_larger_than_the_machine_is_refused():
     model = replace(outline("demo"), parameters=10**13)
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
-        check_ask(model, manifest(), CPU, Caps(), HELD)
+        asking(model, CPU, Caps())
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
         check_prefill(model, 256, "auto", "cpu", Caps(), HELD)
     quarter = total_memory() // 4  # in float32 it is as large as the machine, in int4 it is not
     model = replace(outline("demo"), parameters=quarter, linear=quarter)
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: what fits is --weights"):
-        check_ask(model, manifest(), CPU, Caps(), HELD)
+        asking(model, CPU, Caps())
 
 
 def test_without_a_cap_only_a_note_is_made_of_what_may_be_less(monkeypatch):
     machine = Machine(None, HELD + 64 * MIB, 1 << 50, HELD)
     monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
-    notes = check_ask(outline("demo"), manifest(), CPU, Caps(), HELD)
+    notes = asking(outline("demo"), CPU, Caps())
     assert "it may fail, or be slow" in notes[0]
 
 
 def test_a_model_that_fits_needs_no_note():
-    assert check_ask(outline("demo"), manifest(), CPU, Caps(), HELD) == []
+    assert asking(outline("demo"), CPU, Caps()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float8", "", "int4"])
