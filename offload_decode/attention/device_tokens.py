@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload_decode.attention.state import cap, empty_state, softmax
+from offload_decode.attention.queries import cap, empty_state, softmax
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
 from offload_decode.types import AttentionState

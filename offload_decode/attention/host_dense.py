@@ -15,8 +15,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from offload_decode.attention.queries import empty_state, joined, merge_states
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import empty_state, joined, merge_states
 from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import prefetch_row

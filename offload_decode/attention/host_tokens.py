@@ -16,7 +16,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from offload_decode.attention.rows import LayerRows, Rows, head_bits
+from offload_decode.attention.rows import HeadRows, Rows, head_bits
 from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import add_row, dot_row, prefetch_row
@@ -113,8 +113,8 @@ class Pairs(NamedTuple):
 
 def attend_tokens(
     query: Tensor,
-    keys: Sequence[Rows],
-    values: Sequence[Rows],
+    keys: HeadRows,
+    values: HeadRows,
     ids: Tensor,
     scores: Tensor | None,
     scaling: float,
@@ -136,7 +136,7 @@ def attend_tokens(
         # The rows of a head share what they read, unless threads would be without work.
         own = rows if heads >= threads.THREADS else max(1, rows * heads // (2 * threads.THREADS))
         workers = min(threads.THREADS, heads * -(-rows // own))
-        stored = LayerRows.of(keys), LayerRows.of(values)
+        stored = keys.compiled, values.compiled
         logits = Logits.of(scaling, softcap)
 
         def attend(first: int) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import count_tokens
-from offload_decode.attention.queries import Queries
-from offload_decode.attention.state import merge_states
+from offload_decode.attention.queries import Queries, merge_states
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Watch, last_rows

@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, attend, empty_state, merge_states, softmax
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import attend, empty_state, merge_states, softmax
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.selectors.scores import top_scores
 

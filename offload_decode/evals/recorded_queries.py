@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import tensor_view
-from offload_decode.attention.state import attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import PrefixCache

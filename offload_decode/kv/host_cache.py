@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isqrt
 from typing import Any
@@ -17,9 +17,8 @@ from offload_decode.attention.device_tokens import attend_rows
 from offload_decode.attention.host_dense import attend_all
 from offload_decode.attention.host_tokens import attend_tokens
 from offload_decode.attention.pages import attend_pages, loaded_tokens
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, empty_state, joined
 from offload_decode.attention.rows import HeadRows, Rows, tensor_view, unite
-from offload_decode.attention.state import empty_state, joined
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kv.device_cache import DeviceRows
 from offload_decode.kv.placement import DEVICE, HOST, PINNED, Placement, Request
@@ -90,7 +89,9 @@ class HostKV:
         place: where, as `placement` has it if it is left out. copied: the rows on the device, where these are
         not to be those that were used last.
         """
-        place = place or self.placement.fixed or self._fastest(layer, queries, selection)
+        place = place or self.placement.attend
+        if place == "auto":
+            place = self._fastest(layer, queries, selection)
         stats.attended[place] = stats.attended.get(place, 0) + 1
         away = place == HOST and self.device.type != "cpu"
         if away:
@@ -229,7 +230,7 @@ def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
 
 
 def attend_selected(
-    queries: Queries, keys: Sequence[Rows] | Tensor, values: Sequence[Rows] | Tensor, selection: PageSelection
+    queries: Queries, keys: HeadRows | Tensor, values: HeadRows | Tensor, selection: PageSelection
 ) -> AttentionState:
     """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head, or
     `[Hkv, N, D]` and `[Hkv, N, Dv]` on the queries' device: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.

@@ -183,12 +183,14 @@ class Budgeted:
     def __init__(self, selector: Selector, mass: MassBudget | None = None):
         self.selector = selector
         self._mass = mass or MassBudget(selector.host)
-        # Whether there is anything to fork.
+        # Whether there is anything to fork, and anybody to see the queries.
         self.forks = type(selector).fork is not Selector.fork
+        self._observes = type(selector).observe is not Selector.observe
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
         """Tokens for the rows of `queries`, as many as the budgets of the layer's heads allow."""
-        self.selector.observe(layer, queries)
+        if self._observes:
+            self.selector.observe(layer, queries)
         budget = self.selector.budgets[layer]
         if budget is None:
             return EVERYTHING

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, softmax
 from offload_decode.attention.rows import tensor_view
-from offload_decode.attention.state import softmax
 from offload_decode.selectors.base import EVERYTHING, Memory
 from offload_decode.types import Selection
 

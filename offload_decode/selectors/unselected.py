@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.queries import Queries
-from offload_decode.attention.state import empty_state, softmax
+from offload_decode.attention.queries import Queries, empty_state, softmax
 from offload_decode.common.errors import ConfigError
 from offload_decode.indexes.clusters.kmeans import Clusters, build
 from offload_decode.kv.host_cache import SCORES, HostKV

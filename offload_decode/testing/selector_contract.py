@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import attend
 from offload_decode.common.errors import ConfigError
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.budgeted import Budgeted

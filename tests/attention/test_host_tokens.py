@@ -12,8 +12,8 @@ from numba import njit
 
 from offload_decode.attention import host_tokens
 from offload_decode.attention.host_tokens import attend_tokens
-from offload_decode.attention.rows import Rows, gather_rows, unite
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import attend
+from offload_decode.attention.rows import HeadRows, Rows, gather_rows, unite
 from offload_decode.common.rows import compiled, encodings, threads
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def stored(form, heads, n, dim, seed):
     arrays = [own.astype(DTYPES[form]) if form in DTYPES else encodings.encode(own, form) for own in rows]
     for array in arrays:
         array.flags.writeable = False
-    return [Rows(array) for array in arrays]
+    return HeadRows(Rows(array) for array in arrays)
 
 
 def drawn(heads, rows, k, n, seed):
@@ -105,7 +105,7 @@ def test_queries_that_share_tokens_read_them_once(monkeypatch):
 
 
 def test_scores_that_are_known_are_believed_and_keys_left_alone():
-    keys, values = ([Rows(np.full((9, 4), value, np.float32))] for value in (np.nan, 2.0))
+    keys, values = (HeadRows([Rows(np.full((9, 4), value, np.float32))]) for value in (np.nan, 2.0))
     ids, scores = torch.tensor([[[3, 5, -1]]]), torch.tensor([[[0.0, 1.0, -torch.inf]]])
     state, _ = attend_tokens(torch.ones(1, 1, 4), keys, values, ids, scores, 1.0)
     assert torch.allclose(state.out, torch.tensor(2.0))

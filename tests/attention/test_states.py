@@ -7,7 +7,7 @@ import torch
 
 from offload_decode.attention import dense
 from offload_decode.attention.dense import attend_blocks, attend_dense
-from offload_decode.attention.state import attend, empty_state, merge_states, sink_state
+from offload_decode.attention.queries import attend, empty_state, merge_states, sink_state
 from offload_decode.types import AttentionState
 
 SCALING = 0.3

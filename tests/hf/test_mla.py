@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import attend
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.mla import Latent, LatentHeads, latent_of
 

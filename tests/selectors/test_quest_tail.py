@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from offload_decode.attention.pages_reference import page_scores, page_tokens
-from offload_decode.attention.queries import Queries
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import Queries, attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.compat import with_cache

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.attention.queries import Queries
-from offload_decode.attention.state import attend, merge_states
+from offload_decode.attention.queries import Queries, attend, merge_states
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
