@@ -22,12 +22,12 @@ from offload_decode.types import AttentionState
 class Queries:
     """Queries that one layer puts to the stored prefix in one forward pass.
 
-    `rows [Hkv, R, D]` float32, unscaled. The R rows of a KV head are its `group` query heads times `tokens`
-    new tokens, for every sequence of the batch: R = batch · group · tokens, tokens running fastest. `copy`:
-    the same rows on their way to the host, where a search there was foreseen.
+    `vectors [Hkv, R, D]` float32, unscaled. The R queries of a KV head are those of its `group` query heads
+    for `tokens` new tokens, for every sequence of the batch: R = batch · group · tokens, tokens running
+    fastest. `copy`: the same on their way to the host, where a search there was foreseen.
     """
 
-    rows: Tensor
+    vectors: Tensor
     scaling: float
     softcap: float | None = None
     group: int = 1
@@ -36,35 +36,35 @@ class Queries:
 
     def sent(self) -> Queries:
         """The same, on their way to the host: work given to the device after this does not delay them."""
-        return replace(self, copy=HostCopy.begin(self.rows)) if self.rows.is_cuda else self
+        return replace(self, copy=HostCopy.begin(self.vectors)) if self.vectors.is_cuda else self
 
     def on_host(self) -> Tensor:
-        """`rows` in host memory."""
-        return self.rows.cpu() if self.copy is None else self.copy.wait()[0]
+        """`vectors` in host memory."""
+        return self.vectors.cpu() if self.copy is None else self.copy.wait()[0]
 
     @property
     def batch(self) -> int:
         """Sequences in the batch."""
-        return self.rows.shape[1] // (self.group * self.tokens)
+        return self.vectors.shape[1] // (self.group * self.tokens)
 
     def by_token(self) -> Tensor:
-        """The rows as `[Hkv, batch, group, tokens, D]`."""
-        return self.rows.reshape(len(self.rows), self.batch, self.group, self.tokens, -1)
+        """The vectors as `[Hkv, batch, group, tokens, D]`."""
+        return self.vectors.reshape(len(self.vectors), self.batch, self.group, self.tokens, -1)
 
     def by_list(self) -> Tensor:
-        """The rows as `[Hkv, Q, group, D]`: a token's group together, Q = batch · tokens."""
+        """The vectors as `[Hkv, Q, group, D]`: a token's group together, Q = batch · tokens."""
         return self.by_token().transpose(2, 3).flatten(1, 2)
 
-    def by_row(self, lists: Tensor) -> Tensor:
+    def by_query(self, lists: Tensor) -> Tensor:
         """`lists [Hkv, Q, group or 1, ...]`, as in `by_list`, to `[Hkv, R, ...]`, shared ones repeated."""
         heads, _, members, *rest = lists.shape
         spread = lists.reshape(heads, self.batch, self.tokens, members, *rest).transpose(2, 3)
         return spread.expand(-1, -1, self.group, -1, *rest).flatten(1, 3)
 
     def part(self, start: int, end: int) -> Queries:
-        """Rows `start:end`, each standing for itself."""
+        """Queries `start:end` of every KV head, each standing for itself."""
         copy = self.copy and replace(self.copy, parts=(self.copy.parts[0][:, start:end],))
-        return replace(self, rows=self.rows[:, start:end], group=1, tokens=1, copy=copy)
+        return replace(self, vectors=self.vectors[:, start:end], group=1, tokens=1, copy=copy)
 
     def logits(self, scores: Tensor) -> Tensor:
         """Attention logits of inner products q·k."""

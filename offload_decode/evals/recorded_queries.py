@@ -163,7 +163,7 @@ def selected_ids(selection: Selection | PageSelection, queries: Queries, n_token
     if isinstance(selection, Selection):
         return selection.ids
     ids = page_tokens(selection.pages, selection.page_size, n_tokens, selection.limit)
-    return queries.by_row(ids.unsqueeze(2)) if selection.shared else ids
+    return queries.by_query(ids.unsqueeze(2)) if selection.shared else ids
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

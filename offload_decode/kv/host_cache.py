@@ -95,7 +95,7 @@ class HostKV:
         stats.attended[place] = stats.attended.get(place, 0) + 1
         away = place == HOST and self.device.type != "cpu"
         if away:
-            queries, selection = replace(queries, rows=queries.on_host(), copy=None), on_host(selection)
+            queries, selection = replace(queries, vectors=queries.on_host(), copy=None), on_host(selection)
         if isinstance(selection, PageSelection):
             state = self._attend_pages(layer, queries, selection, stats)
         elif selection.ids is None:
@@ -104,7 +104,7 @@ class HostKV:
             began = time.perf_counter()
             keys, values = self.layer_keys(layer), self.layer_values(layer)
             how = queries.scaling, queries.softcap
-            state, read = attend_tokens(queries.rows, keys, values, selection.ids, selection.scores, *how)
+            state, read = attend_tokens(queries.vectors, keys, values, selection.ids, selection.scores, *how)
             stats.bytes_moved += read
             stats.attend_s += time.perf_counter() - began
         else:
@@ -118,14 +118,14 @@ class HostKV:
             state = self._attend_there(layer, queries, selection, stats, own, staged)
         if not away:
             return state
-        stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
+        stats.bus_bytes += sum(part.nbytes for part in (queries.vectors, *state))
         # Through one copy.
         both = to_device(torch.cat([state.out, state.lse[..., None]], dim=-1), self.device)
         return AttentionState(both[..., :-1].contiguous(), both[..., -1].contiguous())
 
     def _fastest(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> str:
         """Where requests like this one are served fastest: measured with the first of them."""
-        request = Request.of(queries.rows.shape[1], selection)
+        request = Request.of(queries.vectors.shape[1], selection)
         named = isinstance(selection, Selection) and selection.ids is not None
         if request not in self.placement.seconds:
             uncached = DeviceRows(self.device)  # a cache would answer every repetition after the first
@@ -150,7 +150,7 @@ class HostKV:
         assert ids is not None
         _, rows, k = ids.shape
         if not k or not rows:
-            return empty_state(queries.rows, self.values(layer, 0).dim)
+            return empty_state(queries.vectors, self.values(layer, 0).dim)
         states = []
         scores = scores if scores is None else to_device(scores, self.device)
         # r rows meet a union of at most min(N, r·k) tokens of a head.
@@ -167,7 +167,7 @@ class HostKV:
             there = to_device(places, self.device)
             known = None if scores is None else scores[:, part]
             how = queries.scaling, queries.softcap
-            states.append(attend_rows(queries.rows[:, part], keys, values, there, known, *how))
+            states.append(attend_rows(queries.vectors[:, part], keys, values, there, known, *how))
             if staged:
                 copied.read()
             stats.gather_s += gathered - began
@@ -176,7 +176,7 @@ class HostKV:
 
     def _attend_all(self, place: str, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
         began = time.perf_counter()
-        rows, heads = queries.rows, range(len(queries.rows))
+        rows, heads = queries.vectors, range(len(queries.vectors))
         if place == HOST:
             keys, values = self.layer_keys(layer), self.layer_values(layer)
             state = attend_all(rows, keys, values, queries.scaling, queries.softcap)
@@ -206,7 +206,7 @@ class HostKV:
         values = 0 if self._latent else self.values(layer, 0).row_bytes
         moved = tokens * (self.keys(layer, 0).row_bytes + values)
         stats.bytes_moved += moved
-        stats.bus_bytes += moved if queries.rows.is_cuda else 0
+        stats.bus_bytes += moved if queries.vectors.is_cuda else 0
 
     def _blocks(self, layer: int, head: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = self.keys(layer, head), self.values(layer, head)
@@ -235,9 +235,9 @@ def attend_selected(
     """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head, or
     `[Hkv, N, D]` and `[Hkv, N, Dv]` on the queries' device: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.
     """
-    grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
+    grouped = queries.by_list() if selection.shared else queries.vectors.unsqueeze(2)
     chosen = selection.pages, selection.page_size, selection.limit
     out, lse = attend_pages(grouped, keys, values, *chosen, queries.scaling, queries.softcap)
     if selection.shared:
-        return AttentionState(queries.by_row(out), queries.by_row(lse))
+        return AttentionState(queries.by_query(out), queries.by_query(lse))
     return AttentionState(out.squeeze(2), lse.squeeze(2))

@@ -96,7 +96,7 @@ class Evicting(Memory[Kept]):
 
     def _replay(self, layer: int, queries: Queries, k: int) -> Kept:
         """The cache after the prefill: slots for k tokens and for those that come between two samples."""
-        host, store, device = self.host, self.host.store, queries.rows.device
+        host, store, device = self.host, self.host.store, queries.vectors.device
         heads = range(self.shape.kv_heads)
         stored = host.layer_keys(layer)
         asked = torch.stack([tensor_view(store.queries(layer, head)) for head in heads]).to(device).float()

@@ -38,7 +38,7 @@ class Oracle(Selector):
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k keys of largest inner product, with their scores."""
-        return top_inner_products(queries.rows, self.host.layer_keys(layer), k)
+        return top_inner_products(queries.vectors, self.host.layer_keys(layer), k)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Tail(ABC):
 
     def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
         """The state of what `selection`, which is not everything, leaves out, for each row `[Hkv, R]`."""
-        rows = queries.rows.cpu()
+        rows = queries.vectors.cpu()
         state = empty_state(rows, self.host.values(layer, 0).dim)
         deviation = torch.full_like(state.lse, -torch.inf) if self.states_error else None
         lists, list_of_row = selected_lists(selection, queries, self.host.length)
@@ -90,7 +90,7 @@ class Tail(ABC):
                 state.out[head, part], state.lse[head, part] = estimate.out, estimate.lse
                 if deviation is not None and estimate.deviation is not None:
                     deviation[head, part] = estimate.deviation
-        device = queries.rows.device
+        device = queries.vectors.device
         deviation = None if deviation is None else deviation.to(device)
         return Estimate(state.out.to(device), state.lse.to(device), deviation)
 
@@ -114,7 +114,7 @@ def selected_lists(
     selection: Selection | PageSelection, queries: Queries, n_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Lists of selected tokens `[Hkv, Q, k]` int64, padded with -1, and the list of each row `[R]` int64."""
-    each = torch.arange(queries.rows.shape[1])
+    each = torch.arange(queries.vectors.shape[1])
     if isinstance(selection, Selection):
         assert selection.ids is not None, "everything is selected: there is no tail"
         return selection.ids.cpu(), each

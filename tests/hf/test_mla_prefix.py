@@ -99,7 +99,7 @@ def test_a_long_conversation_is_attended_to_by_pages(tmp_path, plain, monkeypatc
     chosen = []
 
     def every_page(self, layer, queries, tail):
-        chosen.append(queries.rows.shape)
+        chosen.append(queries.vectors.shape)
         pages = torch.arange(-(-tail.length // 4)).expand(1, 1, -1)
         return PageSelection(pages, 4, torch.tensor([tail.length + 4]), shared=True)
 

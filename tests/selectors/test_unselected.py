@@ -58,12 +58,12 @@ def both(host, read):
 
 def dense(host, queries, ids=None):
     """Attention to all tokens, or to those that `ids` leave out."""
-    seen = torch.ones(HKV, queries.rows.shape[1], host.length + 1, dtype=torch.bool)
+    seen = torch.ones(HKV, queries.vectors.shape[1], host.length + 1, dtype=torch.bool)
     if ids is not None:
         seen.scatter_(2, ids.where(ids >= 0, host.length), False)
     states = [
         attend(
-            queries.rows[None, head : head + 1],
+            queries.vectors[None, head : head + 1],
             both(host, host.keys)[None, head : head + 1],
             both(host, host.values)[None, head : head + 1],
             SCALING,
@@ -76,7 +76,7 @@ def dense(host, queries, ids=None):
 
 
 def exact_scores(host, queries, ids):
-    scores = (queries.rows @ both(host, host.keys).transpose(1, 2)).gather(2, ids.clamp(min=0))
+    scores = (queries.vectors @ both(host, host.keys).transpose(1, 2)).gather(2, ids.clamp(min=0))
     return scores.masked_fill(ids < 0, -torch.inf)
 
 
@@ -112,7 +112,7 @@ def test_clusters_stand_for_their_unselected_members(scored):
             weight, total = 0.0, np.zeros(VALUE_D)
             for cluster in set(labels[left]):
                 members = left[labels[left] == cluster]
-                logit = SCALING * queries.rows[head, row].numpy() @ keys[members].mean(axis=0)
+                logit = SCALING * queries.vectors[head, row].numpy() @ keys[members].mean(axis=0)
                 weight += len(members) * np.exp(logit)
                 total += np.exp(logit) * values[members].sum(axis=0)
             np.testing.assert_allclose(estimate.lse[head, row], np.log(weight), atol=1e-5)
