@@ -96,26 +96,29 @@ class HostKV:
         away = place == HOST and self.device.type != "cpu"
         if away:
             queries, selection = replace(queries, vectors=queries.on_host(), copy=None), on_host(selection)
+        began, gathered = time.perf_counter(), stats.gather_s
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
         if isinstance(selection, PageSelection):
-            state = self._attend_pages(layer, queries, selection, stats)
+            state = attend_selected(queries, keys, values, selection)
+            tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
+            self._count(tokens, layer, queries, stats)
         elif selection.ids is None:
-            state = self._attend_all(place, layer, queries, stats)
+            if place == HOST:
+                state = attend_all(queries.vectors, keys, values, queries.scaling, queries.softcap)
+            else:
+                state = self._attend_all(layer, queries)
+            self._count(len(keys) * self.length, layer, queries, stats)
         elif place == HOST:
-            began = time.perf_counter()
-            keys, values = self.layer_keys(layer), self.layer_values(layer)
-            how = queries.scaling, queries.softcap
-            state, read = attend_tokens(queries.vectors, keys, values, selection.ids, selection.scores, *how)
+            state, read = attend_tokens(queries, keys, values, selection.ids, selection.scores)
             stats.bytes_moved += read
-            stats.attend_s += time.perf_counter() - began
         else:
             own = copied or self._copied
             if own is None:
-                row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
-                heads = self.store.manifest.shape.kv_heads
-                own = self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
-            encoded = self.keys(layer, 0).encoded or self.values(layer, 0).encoded
-            staged = place == PINNED and not encoded
+                row_bytes = max(keys[0].row_bytes, values[0].row_bytes)
+                own = self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, len(keys))
+            staged = place == PINNED and not (keys[0].encoded or values[0].encoded)
             state = self._attend_there(layer, queries, selection, stats, own, staged)
+        stats.attend_s += time.perf_counter() - began - (stats.gather_s - gathered)
         if not away:
             return state
         stats.bus_bytes += sum(part.nbytes for part in (queries.vectors, *state))
@@ -163,43 +166,22 @@ class HostKV:
             keys = None if scores is not None else values
             if keys is not None and not self._latent:
                 keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats, staged)
-            gathered = time.perf_counter()
+            stats.gather_s += time.perf_counter() - began
             there = to_device(places, self.device)
             known = None if scores is None else scores[:, part]
-            how = queries.scaling, queries.softcap
-            states.append(attend_rows(queries.vectors[:, part], keys, values, there, known, *how))
+            states.append(attend_rows(queries.part(start, start + step), keys, values, there, known))
             if staged:
                 copied.read()
-            stats.gather_s += gathered - began
-            stats.attend_s += time.perf_counter() - gathered
         return joined(states, 1)
 
-    def _attend_all(self, place: str, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
-        began = time.perf_counter()
-        rows, heads = queries.vectors, range(len(queries.vectors))
-        if place == HOST:
-            keys, values = self.layer_keys(layer), self.layer_values(layer)
-            state = attend_all(rows, keys, values, queries.scaling, queries.softcap)
-        else:
-            width = self.values(layer, 0).dim
-            how = width, queries.scaling, queries.softcap
-            blocks = (self._blocks(layer, h, rows.device) for h in heads)
-            states = [attend_blocks(rows[None, h : h + 1], own, *how) for h, own in enumerate(blocks)]
-            state = AttentionState(*(part[0] for part in joined(states, 1)))
-        self._count(len(heads) * self.length, layer, queries, stats)
-        stats.attend_s += time.perf_counter() - began
-        return state
-
-    def _attend_pages(
-        self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats
-    ) -> AttentionState:
-        began = time.perf_counter()
-        keys, values = self.layer_keys(layer), self.layer_values(layer)
-        state = attend_selected(queries, keys, values, selection)
-        tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
-        self._count(tokens, layer, queries, stats)
-        stats.attend_s += time.perf_counter() - began
-        return state
+    def _attend_all(self, layer: int, queries: Queries) -> AttentionState:
+        """On the device, to which the keys and values are sent block by block."""
+        how = self.values(layer, 0).dim, queries.scaling, queries.softcap
+        states = [
+            attend_blocks(own[None, None], self._blocks(layer, head, own.device), *how)
+            for head, own in enumerate(queries.vectors)
+        ]
+        return AttentionState(*(part[0] for part in joined(states, 1)))
 
     def _count(self, tokens: int, layer: int, queries: Queries, stats: StepStats) -> None:
         """Count the bytes of the keys and values of so many tokens."""
