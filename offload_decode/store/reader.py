@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 
@@ -150,7 +151,8 @@ class KVStore:
         """
         mapped = self._mapped.get(layer, ())
         try:
-            whole = all(os.lstat(file).st_size == size for file, size in mapped)
+            seen = [(os.lstat(file), size) for file, size in mapped]
+            whole = all(found.st_size == size and S_ISREG(found.st_mode) for found, size in seen)
         except OSError:
             whole = False
         if not whole:
