@@ -26,8 +26,8 @@ from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
+    from offload_decode.engine.conversation import Sampler
     from offload_decode.engine.engine import Engine
-    from offload_decode.engine.sampler import Sampler
 
 HELP = """\
 /help        show this

@@ -18,14 +18,7 @@ from numba import njit
 
 from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
 from offload_decode.common.rows import encodings, scan
-from offload_decode.common.rows.arrays import (
-    Float32,
-    Keys,
-    check_keys,
-    check_more,
-    check_queries,
-    keys_digest,
-)
+from offload_decode.common.rows.arrays import Float32, Keys, check_keys, check_more, keys_digest
 from offload_decode.common.rows.loops import dot_row
 from offload_decode.indexes import files
 from offload_decode.indexes.base import (
@@ -35,6 +28,7 @@ from offload_decode.indexes.base import (
     RecallRecord,
     StrPath,
     VectorIndex,
+    check_queries,
     check_recall_options,
 )
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import encodings, threads
-from offload_decode.common.rows.arrays import Float32, Keys, check_count, check_keys, check_queries
+from offload_decode.common.rows.arrays import KEY_DTYPES, Float32, Keys, check_keys
 
 StrPath = str | os.PathLike[str]
 
@@ -196,3 +197,27 @@ def check_recall_options(target_recall: float, k: int) -> None:
         raise InvalidIndexInput(f"target_recall must be above 0 and at most 1, got {target_recall}.")
     if check_count(k) < 1:
         raise InvalidIndexInput("k must be 1 or more to measure a recall.")
+
+
+def check_queries(queries: npt.NDArray[Any], dim: int) -> Float32:
+    """`queries [G, D]` as contiguous float32 (16-bit floats are widened), all of them finite."""
+    if not isinstance(queries, np.ndarray) or queries.ndim != 2 or queries.shape[1] != dim:
+        shape = getattr(queries, "shape", type(queries).__name__)
+        raise InvalidIndexInput(f"Queries must be a numpy array of shape [G, {dim}], got {shape}.")
+    if queries.dtype not in KEY_DTYPES:
+        raise InvalidIndexInput(f"Queries are {queries.dtype}; convert them to float32.")
+    wide = np.ascontiguousarray(queries, dtype=np.float32)
+    if not np.isfinite(wide).all():
+        raise InvalidIndexInput("Queries hold NaN or infinite values; only finite ones can be searched.")
+    return wide
+
+
+def check_count(k: int) -> int:
+    """`k` as a plain integer of at least 0."""
+    try:
+        count = operator.index(k)
+    except TypeError:
+        raise InvalidIndexInput(f"k must be a whole number, got {k!r}.") from None
+    if count < 0:
+        raise InvalidIndexInput(f"k must be 0 or more, got {count}.")
+    return count

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import scan, threads
@@ -30,6 +31,11 @@ NOT_FINITE = (
 _BLOCK_ROWS = 2048  # a widened block of D = 128 is 1 MiB and stays in the second-level cache
 _KEYS_OF_A_PART = 1 << 16  # of a head, at least: to read fewer takes hardly longer than to share the work
 _GROUP_ROWS = 256  # queries that share one pass over the keys; bounds the candidates' memory
+
+Candidates = npt.NDArray[np.uint64]
+"""As in `common.rows.scan`."""
+_RUN = 64  # scores looked at together; most runs hold nothing above the threshold
+_REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
 
 
 class FlatIndex(VectorIndex):
@@ -104,10 +110,10 @@ class FlatIndex(VectorIndex):
         hits = Hits.empty(len(queries), k)
         for first in range(0, len(queries), _GROUP_ROWS):
             rows = slice(first, first + _GROUP_ROWS)
-            hits.ids[rows], hits.scores[rows] = scan.unpack(self._best(queries[rows], k))
+            hits.ids[rows], hits.scores[rows] = _unpack(self._best(queries[rows], k))
         return hits
 
-    def _best(self, queries: Float32, k: int) -> scan.Candidates:
+    def _best(self, queries: Float32, k: int) -> Candidates:
         """The `k` best candidates `[G, k]` in order; 1 <= k <= N."""
         # Room for k candidates and as many newcomers again: each partition is paid for by what it drops.
         capacity = min(len(self), 2 * (k + _BLOCK_ROWS))
@@ -115,13 +121,13 @@ class FlatIndex(VectorIndex):
         counts = np.zeros(len(queries), np.int64)
         floor = np.full(len(queries), -np.inf, np.float32)
         for first in range(0, len(self), _BLOCK_ROWS):
-            scores = scan.inner_products(self._bits[first : first + _BLOCK_ROWS], self._layout, queries)
-            if counts.max() + scores.shape[1] > capacity:
+            block = self._bits[first : first + _BLOCK_ROWS]
+            if counts.max() + len(block) > capacity:
                 kept[:, :k] = _largest(kept[:, : counts.max()], k)
                 kept[:, k:] = 0
-                floor = scan.unpack(kept[:, :k].min(axis=1))[1]
+                floor = _unpack(kept[:, :k].min(axis=1))[1]
                 counts[:] = k
-            if not scan.keep_best(scores, first, floor, kept, counts):
+            if not _scan(block, self._layout, queries, first, floor, kept, counts):
                 raise InvalidIndexInput(NOT_FINITE)
         best = _largest(kept[:, : counts.max()], k)
         best.sort(axis=1)
@@ -141,7 +147,15 @@ class FlatIndex(VectorIndex):
         return 0
 
 
-def _largest(candidates: scan.Candidates, k: int) -> scan.Candidates:
+def _unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
+    """Ids and scores of candidates."""
+    ids = (~candidates & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    ordered = (candidates >> np.uint64(32)).astype(np.uint32)
+    bits = np.where(ordered & np.uint32(0x80000000), ordered ^ np.uint32(0x80000000), ~ordered)
+    return ids, bits.view(np.float32)
+
+
+def _largest(candidates: Candidates, k: int) -> Candidates:
     smaller = candidates.shape[1] - k
     return candidates if smaller == 0 else np.partition(candidates, smaller, axis=1)[:, smaller:]
 
@@ -153,3 +167,46 @@ def joined_hits(ids: npt.NDArray[np.int64], scores: Float32, counts: npt.NDArray
     hits = Hits(np.full(ids.shape[1:], -1), np.full(ids.shape[1:], -np.inf, np.float32))
     join(ids, scores, counts, hits.ids, hits.scores)
     return hits
+
+
+@njit(nogil=True, cache=True)
+def _scan(
+    bits: Any, layout: int, queries: Any, first_id: int, threshold: Any, kept: Any, counts: Any
+) -> bool:
+    """`_keep_best` of the inner products of `queries [G, D]` with a block of rows."""
+    scores = np.empty((len(queries), len(bits)), np.float32)
+    scan.score_rows(bits, layout, queries, scores)
+    return _keep_best(scores, first_id, threshold, kept, counts)
+
+
+@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+def _survey(scores: Any, threshold: Any) -> Any:
+    """How many of the scores exceed `threshold`, and whether all are finite; one vectorised pass."""
+    above, poison = np.int32(0), np.float32(0)
+    for j in range(len(scores)):
+        above += np.int32(scores[j] > threshold)
+        poison += scores[j] * np.float32(0)  # NaN as soon as one score is NaN or infinite
+    return above, poison == 0
+
+
+@njit(nogil=True, cache=True)
+def _keep_best(scores: Any, first_id: int, threshold: Any, kept: Any, counts: Any) -> bool:
+    """Appends to `kept [G, capacity]` uint64, row by row at `counts [G]` int64, the scores above `threshold
+    [G]`.
+
+    `scores [G, n]` float32 belong to the ids from `first_id`. False when a score is not finite.
+    """
+    for g in range(len(scores)):
+        for start in range(0, scores.shape[1], _RUN):
+            run = scores[g, start : start + _RUN]
+            above, finite = _survey(run, threshold[g])
+            if not finite:
+                return False
+            if above == 0:
+                continue
+            for j in range(len(run)):
+                # Ids ascend from block to block: a score equal to the threshold loses to the id that set it.
+                if run[j] > threshold[g]:
+                    kept[g, counts[g]] = scan.candidate(run[j], first_id + start + j)
+                    counts[g] += 1
+    return True

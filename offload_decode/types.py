@@ -194,6 +194,11 @@ class PageSelection:
     shared: bool
 
 
+COUNTS = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses")
+SECONDS = ("search_s", "gather_s", "attend_s")
+"""Fields of `StepStats` that add up."""
+
+
 @dataclass
 class StepStats:
     """What one forward pass of the engine cost: tokens attended to, bytes, seconds by stage.
@@ -224,19 +229,7 @@ class StepStats:
     def add(self, other: StepStats) -> None:
         """Accumulate another pass into this one."""
         self.add_tail_error(other.tail_error, other.tail_rows)
-        for name in (
-            "tokens",
-            "rows",
-            "selected",
-            "bytes_moved",
-            "bus_bytes",
-            "cache_hits",
-            "cache_misses",
-            "search_s",
-            "gather_s",
-            "attend_s",
-            "total_s",
-        ):
+        for name in ("tokens", *COUNTS, *SECONDS, "total_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for layer, selected in other.by_layer.items():
             self.by_layer[layer] = self.by_layer.get(layer, 0) + selected

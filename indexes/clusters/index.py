@@ -19,12 +19,20 @@ import numpy.typing as npt
 
 from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
 from offload_decode.common.rows import scan, threads
-from offload_decode.common.rows.arrays import Float32, Keys, check_count, check_queries
+from offload_decode.common.rows.arrays import Float32, Keys
 from offload_decode.common.rows.encodings import row_size
 from offload_decode.common.rows.threads import Share
 from offload_decode.indexes import files, verified
 from offload_decode.indexes.approximate import ApproximateIndex, tune
-from offload_decode.indexes.base import Costs, Hits, RecallRecord, VectorIndex, check_heads
+from offload_decode.indexes.base import (
+    Costs,
+    Hits,
+    RecallRecord,
+    VectorIndex,
+    check_count,
+    check_heads,
+    check_queries,
+)
 from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.scan import STEP_BYTES

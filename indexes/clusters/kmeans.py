@@ -16,14 +16,8 @@ from numba import njit
 
 from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import encodings
-from offload_decode.common.rows.arrays import (
-    Float32,
-    Keys,
-    check_count,
-    check_finite,
-    check_keys,
-    float32_blocks,
-)
+from offload_decode.common.rows.arrays import Float32, Keys, check_finite, check_keys, float32_blocks
+from offload_decode.indexes.base import check_count
 
 BLOCK = 4096  # rows that meet all centroids at once
 

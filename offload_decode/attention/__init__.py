@@ -1,5 +1,5 @@
 """The mathematics of attention, and its compiled and device kernels, each tested equal to its reference.
 
-`state` (`AttentionState`s are merged exactly), `queries`, `dense`, `host_tokens` and `device_tokens` (chosen
+`queries` (and `AttentionState`s, merged exactly), `dense`, `host_tokens` and `device_tokens` (chosen
 tokens), `pages` (Quest: reference, host and device). It may import `indexes`, `types`, `common`.
 """

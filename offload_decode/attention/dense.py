@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload_decode.attention.queries import Places
-from offload_decode.attention.state import attend, empty_state, joined, merge_states
+from offload_decode.attention.queries import Places, attend, empty_state, joined, merge_states
 from offload_decode.common.rows.compiled import features
 from offload_decode.types import AttentionState
 
@@ -30,7 +29,7 @@ _BOTTOM_RIGHT = 2  # of `_efficient_attention_forward`: the last row sees the la
 def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None = None
 ) -> AttentionState | None:
-    """`state.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
+    """`queries.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
     one dtype on a GPU, where all rows see all keys or follow `places`; `out` is of that dtype. None where no
     operator serves them: on a CPU, with dtypes that differ, or no keys.
 
@@ -148,7 +147,7 @@ def serves_bf16(query: Tensor, keys: torch.dtype, values: torch.dtype) -> bool:
 
 
 def attend_bf16(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> AttentionState:
-    """`state.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
+    """`queries.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
     bfloat16, where all rows see all of at least one key: float32, off by what rounding weights and parts of
     sums to bfloat16 costs (some 2^-8 of the largest number).
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload_decode.attention.state import cap, empty_state, softmax
+from offload_decode.attention.queries import Queries, empty_state, softmax
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
 from offload_decode.types import AttentionState
@@ -20,17 +20,10 @@ PROGRAMS = 256  # that an attention is split into where it has fewer rows: a few
 
 
 def attend_rows(
-    query: Tensor,
-    keys: Tensor | None,
-    values: Tensor,
-    places: Tensor,
-    scores: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
+    queries: Queries, keys: Tensor | None, values: Tensor, places: Tensor, scores: Tensor | None
 ) -> AttentionState:
-    """Attend from `query [Hkv, R, D]` float32 to rows of `keys [M, D]` and `values [M, Dv]`: of all KV heads,
-    of which `places [Hkv, R, k]` int64 name those of each query, -1 for none. `out [Hkv, R, Dv]`, `lse
-    [Hkv, R]`.
+    """Attend from R queries to rows of `keys [M, D]` and `values [M, Dv]`: of all KV heads, of which `places
+    [Hkv, R, k]` int64 name those of each query, -1 for none. `out [Hkv, R, Dv]`, `lse [Hkv, R]`.
 
     `scores [Hkv, R, k]` float32 are the inner products q·k where they are known, with -inf for no token: then
     there need be no keys. Keys and values may lie in pinned memory, where a CUDA device reads them itself;
@@ -38,21 +31,16 @@ def attend_rows(
     """
     assert keys is not None or scores is not None
     if not places.numel():
-        return empty_state(query, values.shape[1])
-    attend = _by_program if query.device.type == "cuda" else reference
-    return attend(query, keys, values, places, scores, scaling, softcap)
+        return empty_state(queries.vectors, values.shape[1])
+    attend = _by_program if queries.vectors.device.type == "cuda" else reference
+    return attend(queries, keys, values, places, scores)
 
 
 def reference(
-    query: Tensor,
-    keys: Tensor | None,
-    values: Tensor,
-    places: Tensor,
-    scores: Tensor | None,
-    scaling: float,
-    softcap: float | None,
+    queries: Queries, keys: Tensor | None, values: Tensor, places: Tensor, scores: Tensor | None
 ) -> AttentionState:
     """The same in plain torch: a head's queries are scored with all rows that any of them names."""
+    query = queries.vectors
     state = empty_state(query, values.shape[1])
     values = to_device(values, query.device)
     keys = values if keys is None else to_device(keys, query.device)
@@ -65,20 +53,14 @@ def reference(
         nothing = torch.isneginf(product)
         if scores is None:
             product = own @ keys.float().T
-        logits = cap(product * scaling, softcap).masked_fill(nothing, -torch.inf)
+        logits = queries.logits(product).masked_fill(nothing, -torch.inf)
         weights, state.lse[head] = softmax(logits)
         state.out[head] = weights @ values.float()
     return state
 
 
 def _by_program(
-    query: Tensor,
-    keys: Tensor | None,
-    values: Tensor,
-    places: Tensor,
-    scores: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
+    queries: Queries, keys: Tensor | None, values: Tensor, places: Tensor, scores: Tensor | None
 ) -> AttentionState:
     try:
         import triton
@@ -89,7 +71,7 @@ def _by_program(
             "attention to tokens on a CUDA device needs triton, which CUDA builds of torch bring along: "
             "`pip install triton`, or attend=host."
         ) from error
-    heads, rows, k = places.shape
+    query, (heads, rows, k), softcap = queries.vectors, places.shape, queries.softcap
     dim, value_dim = query.shape[2], values.shape[1]
     padded, value_padded = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     block = max(16, TILE // max(padded, value_padded))
@@ -109,7 +91,7 @@ def _by_program(
             splits,
             span,
             k,
-            scaling,
+            queries.scaling,
             1.0 if softcap is None else softcap,
             0 if keys is None else keys.stride(0),
             values.stride(0),

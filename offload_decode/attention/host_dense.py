@@ -15,8 +15,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from offload_decode.attention.queries import empty_state, joined, merge_states
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import empty_state, joined, merge_states
 from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import prefetch_row
@@ -182,27 +182,13 @@ def _scale(row: Any, by: Any) -> None:
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _add(weights: Any, values: Any, r: int, out: Any) -> None:
     """Adds all values to four rows from `r`, four values at a time."""
+    w0, w1, w2, w3 = weights[r], weights[r + 1], weights[r + 2], weights[r + 3]
+    out0, out1, out2, out3 = out[r], out[r + 1], out[r + 2], out[r + 3]
     for t in range(0, BLOCK, TOKENS):
-        w00, w01, w02, w03 = weights[r, t], weights[r, t + 1], weights[r, t + 2], weights[r, t + 3]
-        w10, w11, w12, w13 = (
-            weights[r + 1, t],
-            weights[r + 1, t + 1],
-            weights[r + 1, t + 2],
-            weights[r + 1, t + 3],
-        )
-        w20, w21, w22, w23 = (
-            weights[r + 2, t],
-            weights[r + 2, t + 1],
-            weights[r + 2, t + 2],
-            weights[r + 2, t + 3],
-        )
-        w30, w31, w32, w33 = (
-            weights[r + 3, t],
-            weights[r + 3, t + 1],
-            weights[r + 3, t + 2],
-            weights[r + 3, t + 3],
-        )
-        out0, out1, out2, out3 = out[r], out[r + 1], out[r + 2], out[r + 3]
+        w00, w01, w02, w03 = w0[t], w0[t + 1], w0[t + 2], w0[t + 3]
+        w10, w11, w12, w13 = w1[t], w1[t + 1], w1[t + 2], w1[t + 3]
+        w20, w21, w22, w23 = w2[t], w2[t + 1], w2[t + 2], w2[t + 3]
+        w30, w31, w32, w33 = w3[t], w3[t + 1], w3[t + 2], w3[t + 3]
         v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
         for d in range(out.shape[1]):
             a, b, c, e = v0[d], v1[d], v2[d], v3[d]

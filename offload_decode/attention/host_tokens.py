@@ -16,7 +16,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from offload_decode.attention.rows import LayerRows, Rows, head_bits
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.rows import HeadRows, Rows, head_bits
 from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import add_row, dot_row, prefetch_row
@@ -112,23 +113,17 @@ class Pairs(NamedTuple):
 
 
 def attend_tokens(
-    query: Tensor,
-    keys: Sequence[Rows],
-    values: Sequence[Rows],
-    ids: Tensor,
-    scores: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
+    queries: Queries, keys: HeadRows, values: HeadRows, ids: Tensor, scores: Tensor | None
 ) -> tuple[AttentionState, int]:
-    """Attend from R rows to k tokens each: `out [Hkv, R, Dv]`, `lse [Hkv, R]`, and the bytes of the rows
+    """Attend from R queries to k tokens each: `out [Hkv, R, Dv]`, `lse [Hkv, R]`, and the bytes of the rows
     read: once what queries of one thread share, and what is key and value in one.
 
-    `query [Hkv, R, D]`, `keys` and `values` the stored rows of each KV head, `ids [Hkv, R, k]` int64, unique
-    in a row and -1 where there is none. `scores [Hkv, R, k]` float32 are the inner products q·k where they
+    `keys` and `values` are the stored rows of each KV head, `ids [Hkv, R, k]` int64, unique for a query and
+    -1 where there is none. `scores [Hkv, R, k]` float32 are the inner products q·k where they
     are known, with -inf for no token: then keys are not read. All on a CPU.
     """
     heads, rows, k = ids.shape
-    queries, named = query.float().contiguous().numpy(), ids.contiguous().numpy()
+    vectors, named = queries.vectors.float().contiguous().numpy(), ids.contiguous().numpy()
     known = np.empty((heads, rows, 0), np.float32) if scores is None else scores.contiguous().numpy()
     state = State.empty(heads, rows, values[0].dim)
     read = np.zeros((heads, rows), np.int64)  # at the first row of a task
@@ -136,13 +131,13 @@ def attend_tokens(
         # The rows of a head share what they read, unless threads would be without work.
         own = rows if heads >= threads.THREADS else max(1, rows * heads // (2 * threads.THREADS))
         workers = min(threads.THREADS, heads * -(-rows // own))
-        stored = LayerRows.of(keys), LayerRows.of(values)
-        logits = Logits.of(scaling, softcap)
+        stored = keys.compiled, values.compiled
+        logits = Logits.of(queries.scaling, queries.softcap)
 
         def attend(first: int) -> None:
             share = Share(own, first, workers)
             _attend_layer(
-                queries, *stored, Named(named, known), logits, (ENTRIES, SPARSE), share, state, read
+                vectors, *stored, Named(named, known), logits, (ENTRIES, SPARSE), share, state, read
             )
 
         threads.run(attend, range(workers))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from offload_decode.attention import pages_host
 from offload_decode.attention.pages_reference import PageBounds
-from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import empty_state
+from offload_decode.attention.queries import empty_state
+from offload_decode.attention.rows import HeadRows
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.types import AttentionState
 
@@ -35,8 +33,8 @@ def top_pages(scores: Tensor, k: int) -> Tensor:
 
 def attend_pages(
     query: Tensor,
-    keys: Sequence[Rows] | Tensor,
-    values: Sequence[Rows] | Tensor,
+    keys: HeadRows | Tensor,
+    values: HeadRows | Tensor,
     pages: Tensor,
     page_size: int,
     limit: Tensor,
@@ -72,7 +70,7 @@ def loaded_tokens(pages: Tensor, page_size: int, n_tokens: int) -> int:
 
 
 def gather_pages(
-    keys: Sequence[Rows], values: Sequence[Rows], pages: Tensor, page_size: int, device: torch.device
+    keys: HeadRows, values: HeadRows, pages: Tensor, page_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copies the pages that any list names to `device`, as they are stored, and makes floats of them there:
     keys `[Hkv, M, D]` and values `[Hkv, M, Dv]`, and `pages` as they are numbered there.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload_decode.attention.device_tokens import merge_splits
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
-from offload_decode.attention.state import empty_state
+from offload_decode.attention.queries import empty_state
 from offload_decode.common.errors import ConfigError
 from offload_decode.types import AttentionState
 

@@ -8,7 +8,7 @@ all KV heads, outside the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offload_decode.attention.host_tokens import Logits, State, divide, weigh
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
-from offload_decode.attention.rows import LayerRows, Rows, head_bits, numpy_view
+from offload_decode.attention.rows import HeadRows, Rows, head_bits, numpy_view
 from offload_decode.common.rows import scan, threads
 from offload_decode.common.rows.loops import prefetch_row
 from offload_decode.common.rows.threads import Share
@@ -284,12 +284,12 @@ def top_pages(scores: Tensor, k: int) -> Tensor:
     return torch.from_numpy(out.reshape(*scores.shape[:2], out.shape[1]))
 
 
-def token_scores(query: Tensor, keys: Sequence[Rows], pages: Tensor, page_size: int, limit: Tensor) -> Tensor:
+def token_scores(query: Tensor, keys: HeadRows, pages: Tensor, page_size: int, limit: Tensor) -> Tensor:
     """Inner products q·k with the tokens of lists of pages, float32 `[Hkv, Q, G, K · S]` in the order of
     `page_tokens` and -inf in its padding. Arguments as in `attend_pages`.
     """
     heads, lists, group, dim = query.shape
-    queries, stored, listed = _padded(query), LayerRows.of(keys), _listed(pages, page_size, limit)
+    queries, stored, listed = _padded(query), keys.compiled, _listed(pages, page_size, limit)
     out = np.full((heads, lists, group, pages.shape[2] * page_size), -np.inf, np.float32)
     if out.size:
         _spread(lambda share: score_lists(queries, dim, stored, listed, share, out), heads * lists)
@@ -298,8 +298,8 @@ def token_scores(query: Tensor, keys: Sequence[Rows], pages: Tensor, page_size: 
 
 def attend_pages(
     query: Tensor,
-    keys: Sequence[Rows] | Tensor,
-    values: Sequence[Rows] | Tensor,
+    keys: HeadRows | Tensor,
+    values: HeadRows | Tensor,
     pages: Tensor,
     page_size: int,
     limit: Tensor,
@@ -309,15 +309,17 @@ def attend_pages(
     """As `pages_reference.attend_pages`, of the stored rows of each KV head, or a tensor."""
     heads, lists, group, dim = query.shape
     keys, values = (
-        [Rows(numpy_view(own)) for own in side] if isinstance(side, Tensor) else side
+        HeadRows(Rows(numpy_view(own)) for own in side) if isinstance(side, Tensor) else side
         for side in (keys, values)
     )
-    own = LayerRows.of(keys), LayerRows.of(values)
     queries, listed = _padded(query), _listed(pages, page_size, limit)
     logits = Logits.of(scaling, softcap)
     state = State.empty(heads, lists, group, values[0].dim)
     if pages.numel():
-        _spread(lambda share: attend_lists(queries, dim, *own, listed, logits, share, state), heads * lists)
+        stored = keys.compiled, values.compiled
+        _spread(
+            lambda share: attend_lists(queries, dim, *stored, listed, logits, share, state), heads * lists
+        )
     return AttentionState(*map(torch.from_numpy, state))
 
 

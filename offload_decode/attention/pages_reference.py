@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import attend
 from offload_decode.types import AttentionState
 
 SCALE_PAGES = 256  # pages that share int8 scales

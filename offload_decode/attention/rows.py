@@ -104,27 +104,20 @@ class LayerRows(NamedTuple):
     like: npt.NDArray[Any]
     layout: int
 
-    @classmethod
-    def of(cls, heads: Sequence[Rows]) -> LayerRows:
-        """Heads of one kind, as they are of one layer. They must outlive this."""
-        if isinstance(heads, HeadRows):
-            return heads.compiled
-        first = heads[0]
-        if len({(own.layout, own.bits.dtype, own.bits.shape) for own in heads}) > 1:
-            raise ValueError("the heads of a layer are stored in different ways")
-        if not all(own.bits.flags.c_contiguous for own in heads):
-            raise ValueError("rows are read by their addresses: they must lie one behind the other")
-        addresses = np.array([own.bits.ctypes.data for own in heads], np.int64)
-        return cls(addresses, len(first), np.empty((0, first.bits.shape[1]), first.bits.dtype), first.layout)
-
 
 class HeadRows(tuple[Rows, ...]):
-    """The keys or values of the heads of a layer, which compiled calls take again and again."""
+    """The keys or values of the heads of a layer, all stored in one way."""
 
     @cached_property
     def compiled(self) -> LayerRows:
-        """`LayerRows.of` these, made once."""
-        return LayerRows.of([*self])
+        """What compiled functions take; these rows must outlive it."""
+        bits, layout = self[0].bits, self[0].layout
+        if len({(rows.layout, rows.bits.dtype, rows.bits.shape) for rows in self}) > 1:
+            raise ValueError("the heads of a layer are stored in different ways")
+        if not all(rows.bits.flags.c_contiguous for rows in self):
+            raise ValueError("rows are read by their addresses: they must lie one behind the other")
+        addresses = np.array([rows.bits.ctypes.data for rows in self], np.int64)
+        return LayerRows(addresses, len(bits), np.empty((0, bits.shape[1]), bits.dtype), layout)
 
 
 @njit(nogil=True, cache=True)

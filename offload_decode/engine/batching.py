@@ -21,7 +21,7 @@ from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.packed_batch import Block, PackedCache, Segment
 from offload_decode.models.loading import Padding, Processors, run_in_passes
-from offload_decode.types import Answer, StepStats
+from offload_decode.types import COUNTS, SECONDS, Answer, StepStats
 
 LOGITS = 1 << 24
 """Logits that a pass makes at most, where all of a question are wanted."""
@@ -161,9 +161,6 @@ def _shared(parts: list[_Part]) -> StoredPrefix:
     return prefix
 
 
-_WHOLE = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses", "tail_rows")
-
-
 def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
     """Charge a prefix's cost to its conversations, by their tokens; each took so many `seconds`."""
     stats, total, start = prefix.take_stats(), sum(len(part.ids) for part in parts), 0
@@ -171,13 +168,13 @@ def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
         tokens = len(part.ids)
         share = StepStats(tokens=tokens, total_s=seconds * tokens, attended=stats.attended)
         share.tail_error = stats.tail_error
-        for name in ("search_s", "gather_s", "attend_s"):
+        for name in SECONDS:
             setattr(share, name, getattr(stats, name) * tokens / total)
 
         def of(number: int, start: int = start, end: int = start + tokens) -> int:
             return number * end // total - number * start // total
 
-        for name in _WHOLE:
+        for name in (*COUNTS, "tail_rows"):
             setattr(share, name, of(getattr(stats, name)))
         share.by_layer = {layer: of(number) for layer, number in stats.by_layer.items()}
         part.run.conversation.prefix.stats.add(share)

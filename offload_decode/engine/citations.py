@@ -66,13 +66,13 @@ class Watch:
         """
         if not len(rows):
             return
-        own = replace(queries, rows=queries.on_host()[:, rows], group=1, tokens=1, copy=None)
+        own = replace(queries, vectors=queries.on_host()[:, rows], group=1, tokens=1, copy=None)
         lse = state.lse.cpu()[:, rows, None]
         scores = None
         if isinstance(selection, PageSelection):
             pages, limit = selection.pages.cpu(), selection.limit.cpu()
             tokens = page_tokens(pages, selection.page_size, self.host.length, limit)
-            ids = (queries.by_row(tokens.unsqueeze(2)) if selection.shared else tokens)[:, rows]
+            ids = (queries.by_query(tokens.unsqueeze(2)) if selection.shared else tokens)[:, rows]
         elif selection.ids is None:
             self._see_all(layer, own, lse)
             return
@@ -80,7 +80,7 @@ class Watch:
             ids = selection.ids.cpu()[:, rows]
             scores = None if selection.scores is None else selection.scores.cpu()[:, rows]
         if scores is None:
-            scores = score_tokens(own.rows, self.host.layer_keys(layer), ids)
+            scores = score_tokens(own.vectors, self.host.layer_keys(layer), ids)
         self._add(ids, own.logits(scores).masked_fill(ids < 0, -torch.inf), lse)
 
     def _see_all(self, layer: int, queries: Queries, lse: Tensor) -> None:
@@ -89,7 +89,7 @@ class Watch:
             for start in range(0, self.host.length, BLOCK_TOKENS):
                 key = keys.read(slice(start, start + BLOCK_TOKENS), torch.device("cpu"))
                 ids = torch.arange(start, start + len(key))
-                logits = queries.logits(queries.rows[head] @ key.T)
+                logits = queries.logits(queries.vectors[head] @ key.T)
                 self._add(ids.expand_as(logits), logits, lse[head])
 
     def _add(self, ids: Tensor, logits: Tensor, lse: Tensor) -> None:
@@ -99,8 +99,8 @@ class Watch:
         np.add.at(self.mass, ids[notable].numpy(), share.numpy())
 
 
-def last_rows(queries: Queries, sequence: int, end: int | None = None) -> Tensor:
-    """Rows of a sequence's last token before `end` (None: of all), int64 `[group]`: one a query head."""
+def last_queries(queries: Queries, sequence: int, end: int | None = None) -> Tensor:
+    """The queries of a sequence's last token before `end` (None: of all), int64 `[group]`: one a head."""
     members = sequence * queries.group + torch.arange(queries.group)
     return members * queries.tokens + (queries.tokens if end is None else end) - 1
 

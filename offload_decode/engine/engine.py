@@ -15,8 +15,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig
 from offload_decode.engine.batching import answer_batch
 from offload_decode.engine.citations import cite
-from offload_decode.engine.conversation import Conversation
-from offload_decode.engine.sampler import Sampler
+from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import generate_name

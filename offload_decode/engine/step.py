@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import count_tokens
-from offload_decode.attention.queries import Queries
-from offload_decode.attention.state import merge_states
+from offload_decode.attention.queries import Queries, merge_states
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.citations import Watch, last_rows
+from offload_decode.engine.citations import Watch, last_queries
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
 from offload_decode.selectors import unselected as tails
@@ -87,18 +86,18 @@ class StoredPrefix:
         return self.begin(layer, query, scaling, softcap)()
 
     def _finish(self, layer: int, queries: Queries) -> AttentionState:
-        rows = queries.rows.shape[1]
+        count = queries.vectors.shape[1]
         watched = self._watched(queries) if self.watches else []
-        step = max(queries.group, self.chosen.rows_at_once(layer, SELECTED_IDS))
+        step = max(queries.group, self.chosen.queries_at_once(layer, SELECTED_IDS))
         with self.host.lock:  # of several threads one searches at a time, on all cores
-            if step >= rows:
-                return _by_head(self._attend_rows(layer, queries, watched), queries)
+            if step >= count:
+                return _by_head(self._attend_part(layer, queries, watched), queries)
             states = []
-            # In parts whose selections fit in memory; the rows of a group share a search.
-            for start in range(0, rows, int(step)):
+            # In parts whose selections fit in memory; the queries of a group share a search.
+            for start in range(0, count, int(step)):
                 end = start + int(step)
                 own = [seen[(seen >= start) & (seen < end)] - start for seen in watched]
-                states.append(self._attend_rows(layer, queries.part(start, end), own))
+                states.append(self._attend_part(layer, queries.part(start, end), own))
         out, lse = (torch.cat(own, dim=1) for own in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
 
@@ -119,15 +118,15 @@ class StoredPrefix:
         kv_heads = self._kv_heads
         # Detached: compiled attention on the host has no gradients.
         query = query.detach().float().reshape(batch, kv_heads, -1, dim)
-        rows = query.transpose(0, 1).reshape(kv_heads, -1, dim)
-        return Queries(rows, scaling, softcap, heads // kv_heads, tokens)
+        vectors = query.transpose(0, 1).reshape(kv_heads, -1, dim)
+        return Queries(vectors, scaling, softcap, heads // kv_heads, tokens)
 
     def _watched(self, queries: Queries) -> list[Tensor]:
         if self.ends:
-            return [last_rows(queries, 0, end) for end in self.ends]
-        return [last_rows(queries, sequence) for sequence in range(len(self.watches))]
+            return [last_queries(queries, 0, end) for end in self.ends]
+        return [last_queries(queries, sequence) for sequence in range(len(self.watches))]
 
-    def _attend_rows(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
+    def _attend_part(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         self.host.store.check_mapped(layer)
         began = time.perf_counter()
         selection = on_host(self.chosen.select(layer, queries))
@@ -141,19 +140,19 @@ class StoredPrefix:
                 if rest.deviation is not None:
                     relative = (rest.deviation - state.lse).exp()
                     self.stats.add_tail_error(float(relative.mean()), relative.numel())
-        for watch, rows in zip(self.watches, watched, strict=True):
-            watch.see(layer, rows, queries, selection, state)
+        for watch, last in zip(self.watches, watched, strict=True):
+            watch.see(layer, last, queries, selection, state)
         return state
 
     def _count(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> int:
-        """Takes a selection into the statistics; returns how many tokens it leaves out, over all rows."""
-        rows = queries.rows.shape[:2].numel()
-        selected = selected_tokens(selection, rows, self.length)
+        """Takes a selection into the statistics; returns how many tokens it leaves out, over all queries."""
+        count = queries.vectors.shape[:2].numel()
+        selected = selected_tokens(selection, count, self.length)
         self.stats.by_layer[layer] = self.stats.by_layer.get(layer, 0) + selected
         self.stats.selected += selected
-        self.stats.rows += rows
+        self.stats.rows += count
         self.stats.bytes_moved += selection.moved if isinstance(selection, Selection) else 0
-        return rows * self.length - selected
+        return count * self.length - selected
 
     def fresh(self) -> StoredPrefix:
         """The same prefix for a conversation that begins."""
@@ -175,8 +174,8 @@ class StoredPrefix:
 
 
 def _by_head(state: AttentionState, queries: Queries) -> AttentionState:
-    """A state of rows as `[B, H, T, D]` and `[B, H, T]`."""
-    kv_heads, dim = len(queries.rows), state.out.shape[-1]
+    """A state of queries as `[B, H, T, D]` and `[B, H, T]`."""
+    kv_heads, dim = len(queries.vectors), state.out.shape[-1]
     split = (kv_heads, queries.batch, queries.group, queries.tokens)
     merged = (queries.batch, kv_heads * queries.group, queries.tokens)
     return AttentionState(
@@ -185,14 +184,14 @@ def _by_head(state: AttentionState, queries: Queries) -> AttentionState:
     )
 
 
-def selected_tokens(selection: Selection | PageSelection, rows: int, n_tokens: int) -> int:
-    """Tokens attended to, summed over `rows` query rows."""
+def selected_tokens(selection: Selection | PageSelection, queries: int, n_tokens: int) -> int:
+    """Tokens attended to, summed over so many queries."""
     if isinstance(selection, PageSelection):
         lists, limit = selection.pages.shape[:2].numel(), selection.limit
         listed = count_tokens(selection.pages, selection.page_size, n_tokens, limit)
-        return listed * rows // max(1, lists)
+        return listed * queries // max(1, lists)
     if selection.ids is None:
-        return rows * n_tokens
+        return queries * n_tokens
     # With numpy: torch wakes its threads for it, which takes longer.
     return int(np.count_nonzero(selection.ids.numpy() >= 0))
 

@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, attend, empty_state, merge_states, softmax
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import attend, empty_state, merge_states, softmax
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.selectors.scores import top_scores
 
@@ -36,11 +35,11 @@ class Exact:
     def __init__(self, host: HostKV, layer: int, queries: Queries, ks: Collection[int]):
         self.host, self.layer, self.queries = host, layer, queries
         self.ks = sorted({k for k in ks if k < host.length})
-        self.out, self.lse = empty_state(queries.rows, host.values(layer, 0).dim)
+        self.out, self.lse = empty_state(queries.vectors, host.values(layer, 0).dim)
         self.largest = torch.zeros_like(self.lse)
         self.top = {k: torch.zeros_like(self.out) if k in self.ks else self.out for k in ks}
         self.kth = {k: torch.full_like(self.lse, -torch.inf) for k in ks}
-        for head in range(len(queries.rows)):
+        for head in range(len(queries.vectors)):
             self._attend(head)
             self._rank(head)
 
@@ -62,8 +61,8 @@ class Exact:
         queries, length = self.queries, self.host.length
         keys, values = self.host.keys(self.layer, head), self.host.values(self.layer, head)
         step = max(1, _NUMBERS // BLOCK_TOKENS)
-        for start in range(0, queries.rows.shape[1], step):
-            rows = queries.rows[None, head : head + 1, start : start + step]
+        for start in range(0, queries.vectors.shape[1], step):
+            rows = queries.vectors[None, head : head + 1, start : start + step]
             state = empty_state(rows, values.dim)
             for first in range(0, length, BLOCK_TOKENS):
                 part = slice(first, first + BLOCK_TOKENS)
@@ -76,8 +75,8 @@ class Exact:
     def _rank(self, head: int) -> None:
         widest = max(self.ks, default=0)
         keys, values = self.host.keys(self.layer, head), self.host.values(self.layer, head)
-        for part in self._parts(self.queries.rows.shape[1], widest):
-            rows = self.queries.rows[head, part]
+        for part in self._parts(self.queries.vectors.shape[1], widest):
+            rows = self.queries.vectors[head, part]
             scores, ids = top_scores(
                 lambda block, rows=rows: rows @ keys.read(block, rows.device).T,  # type: ignore[misc]
                 rows.shape[:1],
@@ -95,7 +94,7 @@ class Exact:
         """Recall and mass `[2, Hkv, r]`."""
         found = torch.zeros(2, *ids.shape[:2], device=self.lse.device)
         for head in range(len(ids)):
-            keys, asked = self.host.keys(self.layer, head), self.queries.rows[head, rows]
+            keys, asked = self.host.keys(self.layer, head), self.queries.vectors[head, rows]
             least = self.kth[k][head, rows] - _ROUNDING * self.largest[head, rows]
             lse = self.lse[head, rows]
             for part in self._parts(len(asked), ids.shape[2]):
@@ -110,7 +109,7 @@ class Exact:
         return found
 
     def _parts(self, rows: int, width: int) -> list[slice]:
-        widest = max(self.queries.rows.shape[-1], self.out.shape[-1])
+        widest = max(self.queries.vectors.shape[-1], self.out.shape[-1])
         step = max(1, _NUMBERS // max(1, width * widest))
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 

@@ -224,9 +224,9 @@ class Source:
         self.exact = {}
         for layer, calls in by_layer.items():
             queries = [call.queries(kv_heads) for call in calls]
-            rows = torch.cat([one.rows for one in queries], dim=1)
+            rows = torch.cat([one.vectors for one in queries], dim=1)
             # Each row stands for itself.
-            self.exact[layer] = Exact(host, layer, replace(queries[0], rows=rows, group=1, tokens=1), ks)
+            self.exact[layer] = Exact(host, layer, replace(queries[0], vectors=rows, group=1, tokens=1), ks)
 
     def judge(
         self, prefix: StoredPrefix, per_layer: Mapping[int, int | None], step: Callable[[], None]

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import tensor_view
-from offload_decode.attention.state import attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
@@ -148,7 +147,7 @@ def selected_ids(selection: Selection | PageSelection, queries: Queries, n_token
     if isinstance(selection, Selection):
         return selection.ids
     ids = page_tokens(selection.pages, selection.page_size, n_tokens, selection.limit)
-    return queries.by_row(ids.unsqueeze(2)) if selection.shared else ids
+    return queries.by_query(ids.unsqueeze(2)) if selection.shared else ids
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

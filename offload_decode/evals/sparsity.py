@@ -43,7 +43,7 @@ def concentration(host: HostKV, layer: int, queries: Queries) -> tuple[Tensor, T
 
     Exact for float32 logits: they are computed key by key from the store, a few rows at a time, and sorted.
     """
-    heads, rows = queries.rows.shape[:2]
+    heads, rows = queries.vectors.shape[:2]
     entropy = torch.empty(heads, rows, dtype=torch.float64)
     keys = torch.empty(len(SHARES), heads, rows, dtype=torch.int64)
     step = max(1, _NUMBERS // host.length)
@@ -55,7 +55,7 @@ def concentration(host: HostKV, layer: int, queries: Queries) -> tuple[Tensor, T
 
 def _logits(host: HostKV, layer: int, head: int, queries: Queries, rows: slice) -> Tensor:
     """`[r, N]` float32 on the device."""
-    asked, stored = queries.rows[head, rows], host.keys(layer, head)
+    asked, stored = queries.vectors[head, rows], host.keys(layer, head)
     logits = asked.new_empty(len(asked), host.length)
     for first in range(0, host.length, BLOCK_TOKENS):
         block = slice(first, min(first + BLOCK_TOKENS, host.length))

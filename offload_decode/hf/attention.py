@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from offload_decode.attention.dense import attend_dense
-from offload_decode.attention.queries import Places
-from offload_decode.attention.state import merge_states, sink_state
+from offload_decode.attention.queries import Places, merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache_layers import (
     RUNNING,

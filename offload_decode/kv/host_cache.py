@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isqrt
 from typing import Any
@@ -17,9 +17,8 @@ from offload_decode.attention.device_tokens import attend_rows
 from offload_decode.attention.host_dense import attend_all
 from offload_decode.attention.host_tokens import attend_tokens
 from offload_decode.attention.pages import attend_pages, loaded_tokens
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, empty_state, joined
 from offload_decode.attention.rows import HeadRows, Rows, tensor_view, unite
-from offload_decode.attention.state import empty_state, joined
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kv.device_cache import DeviceRows
 from offload_decode.kv.placement import DEVICE, HOST, PINNED, Placement, Request
@@ -90,41 +89,46 @@ class HostKV:
         place: where, as `placement` has it if it is left out. copied: the rows on the device, where these are
         not to be those that were used last.
         """
-        place = place or self.placement.fixed or self._fastest(layer, queries, selection)
+        place = place or self.placement.attend
+        if place == "auto":
+            place = self._fastest(layer, queries, selection)
         stats.attended[place] = stats.attended.get(place, 0) + 1
         away = place == HOST and self.device.type != "cpu"
         if away:
-            queries, selection = replace(queries, rows=queries.on_host(), copy=None), on_host(selection)
+            queries, selection = replace(queries, vectors=queries.on_host(), copy=None), on_host(selection)
+        began, gathered = time.perf_counter(), stats.gather_s
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
         if isinstance(selection, PageSelection):
-            state = self._attend_pages(layer, queries, selection, stats)
+            state = attend_selected(queries, keys, values, selection)
+            tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
+            self._count(tokens, layer, queries, stats)
         elif selection.ids is None:
-            state = self._attend_all(place, layer, queries, stats)
+            if place == HOST:
+                state = attend_all(queries.vectors, keys, values, queries.scaling, queries.softcap)
+            else:
+                state = self._attend_all(layer, queries)
+            self._count(len(keys) * self.length, layer, queries, stats)
         elif place == HOST:
-            began = time.perf_counter()
-            keys, values = self.layer_keys(layer), self.layer_values(layer)
-            how = queries.scaling, queries.softcap
-            state, read = attend_tokens(queries.rows, keys, values, selection.ids, selection.scores, *how)
+            state, read = attend_tokens(queries, keys, values, selection.ids, selection.scores)
             stats.bytes_moved += read
-            stats.attend_s += time.perf_counter() - began
         else:
             own = copied or self._copied
             if own is None:
-                row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
-                heads = self.store.manifest.shape.kv_heads
-                own = self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
-            encoded = self.keys(layer, 0).encoded or self.values(layer, 0).encoded
-            staged = place == PINNED and not encoded
+                row_bytes = max(keys[0].row_bytes, values[0].row_bytes)
+                own = self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, len(keys))
+            staged = place == PINNED and not (keys[0].encoded or values[0].encoded)
             state = self._attend_there(layer, queries, selection, stats, own, staged)
+        stats.attend_s += time.perf_counter() - began - (stats.gather_s - gathered)
         if not away:
             return state
-        stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
+        stats.bus_bytes += sum(part.nbytes for part in (queries.vectors, *state))
         # Through one copy.
         both = to_device(torch.cat([state.out, state.lse[..., None]], dim=-1), self.device)
         return AttentionState(both[..., :-1].contiguous(), both[..., -1].contiguous())
 
     def _fastest(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> str:
         """Where requests like this one are served fastest: measured with the first of them."""
-        request = Request.of(queries.rows.shape[1], selection)
+        request = Request.of(queries.vectors.shape[1], selection)
         named = isinstance(selection, Selection) and selection.ids is not None
         if request not in self.placement.seconds:
             uncached = DeviceRows(self.device)  # a cache would answer every repetition after the first
@@ -149,7 +153,7 @@ class HostKV:
         assert ids is not None
         _, rows, k = ids.shape
         if not k or not rows:
-            return empty_state(queries.rows, self.values(layer, 0).dim)
+            return empty_state(queries.vectors, self.values(layer, 0).dim)
         states = []
         scores = scores if scores is None else to_device(scores, self.device)
         # r rows meet a union of at most min(N, r·k) tokens of a head.
@@ -162,50 +166,29 @@ class HostKV:
             keys = None if scores is not None else values
             if keys is not None and not self._latent:
                 keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats, staged)
-            gathered = time.perf_counter()
+            stats.gather_s += time.perf_counter() - began
             there = to_device(places, self.device)
             known = None if scores is None else scores[:, part]
-            how = queries.scaling, queries.softcap
-            states.append(attend_rows(queries.rows[:, part], keys, values, there, known, *how))
+            states.append(attend_rows(queries.part(start, start + step), keys, values, there, known))
             if staged:
                 copied.read()
-            stats.gather_s += gathered - began
-            stats.attend_s += time.perf_counter() - gathered
         return joined(states, 1)
 
-    def _attend_all(self, place: str, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
-        began = time.perf_counter()
-        rows, heads = queries.rows, range(len(queries.rows))
-        if place == HOST:
-            keys, values = self.layer_keys(layer), self.layer_values(layer)
-            state = attend_all(rows, keys, values, queries.scaling, queries.softcap)
-        else:
-            width = self.values(layer, 0).dim
-            how = width, queries.scaling, queries.softcap
-            blocks = (self._blocks(layer, h, rows.device) for h in heads)
-            states = [attend_blocks(rows[None, h : h + 1], own, *how) for h, own in enumerate(blocks)]
-            state = AttentionState(*(part[0] for part in joined(states, 1)))
-        self._count(len(heads) * self.length, layer, queries, stats)
-        stats.attend_s += time.perf_counter() - began
-        return state
-
-    def _attend_pages(
-        self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats
-    ) -> AttentionState:
-        began = time.perf_counter()
-        keys, values = self.layer_keys(layer), self.layer_values(layer)
-        state = attend_selected(queries, keys, values, selection)
-        tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
-        self._count(tokens, layer, queries, stats)
-        stats.attend_s += time.perf_counter() - began
-        return state
+    def _attend_all(self, layer: int, queries: Queries) -> AttentionState:
+        """On the device, to which the keys and values are sent block by block."""
+        how = self.values(layer, 0).dim, queries.scaling, queries.softcap
+        states = [
+            attend_blocks(own[None, None], self._blocks(layer, head, own.device), *how)
+            for head, own in enumerate(queries.vectors)
+        ]
+        return AttentionState(*(part[0] for part in joined(states, 1)))
 
     def _count(self, tokens: int, layer: int, queries: Queries, stats: StepStats) -> None:
         """Count the bytes of the keys and values of so many tokens."""
         values = 0 if self._latent else self.values(layer, 0).row_bytes
         moved = tokens * (self.keys(layer, 0).row_bytes + values)
         stats.bytes_moved += moved
-        stats.bus_bytes += moved if queries.rows.is_cuda else 0
+        stats.bus_bytes += moved if queries.vectors.is_cuda else 0
 
     def _blocks(self, layer: int, head: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = self.keys(layer, head), self.values(layer, head)
@@ -229,14 +212,14 @@ def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
 
 
 def attend_selected(
-    queries: Queries, keys: Sequence[Rows] | Tensor, values: Sequence[Rows] | Tensor, selection: PageSelection
+    queries: Queries, keys: HeadRows | Tensor, values: HeadRows | Tensor, selection: PageSelection
 ) -> AttentionState:
     """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head, or
     `[Hkv, N, D]` and `[Hkv, N, Dv]` on the queries' device: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.
     """
-    grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
+    grouped = queries.by_list() if selection.shared else queries.vectors.unsqueeze(2)
     chosen = selection.pages, selection.page_size, selection.limit
     out, lse = attend_pages(grouped, keys, values, *chosen, queries.scaling, queries.softcap)
     if selection.shared:
-        return AttentionState(queries.by_row(out), queries.by_row(lse))
+        return AttentionState(queries.by_query(out), queries.by_query(lse))
     return AttentionState(out.squeeze(2), lse.squeeze(2))

@@ -6,18 +6,15 @@ An incomplete kind is not searched: `auto` then searches all keys, and warns why
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
-
-from offload_decode.common.errors import ConfigError, OffloadDecodeWarning, UnknownIndex, VectorIndexError
+from offload_decode.common.errors import UnknownIndex, VectorIndexError
 from offload_decode.indexes import files, registry
-from offload_decode.indexes.base import Hits, VectorIndex
+from offload_decode.indexes.base import VectorIndex
 from offload_decode.store.base import Store
 
 if TYPE_CHECKING:
@@ -137,89 +134,6 @@ def default_kind(store: Store) -> str:
     """`clusters` where they are built, else `flat`, which needs no files."""
     built = examine(store, "clusters")
     return "clusters" if built is not None and built.whole else "flat"
-
-
-class HeadIndexes:
-    """Indexes of one kind, loaded when first searched; `auto` is the `default_kind`.
-
-    Raises `ConfigError` for a kind that is not built, or not finished. `auto` warns of clusters that cannot
-    be searched, now or when one of them turns out to be damaged, and searches all keys.
-    """
-
-    def __init__(self, store: Store, kind: str):
-        self.store = store
-        self._loaded: dict[tuple[int, int], VectorIndex] = {}
-        self._layers: dict[int, list[VectorIndex]] = {}  # those of which all heads are loaded
-        self._may_fall_back = kind == AUTO
-        self.kind = "clusters" if kind == AUTO else kind
-        self._class = class_of(store, self.kind)
-        if self.kind == "flat":
-            return
-        built = examine(store, self.kind)
-        if built is not None and built.whole:
-            return
-        if self._may_fall_back:
-            self._fall_back(None if built is None else built.reason(store.path))
-        elif built is None:
-            raise ConfigError(
-                f"there is no '{kind}' index beside {store.path}: build it with "
-                f"`offload-decode index {store.path} --kind {kind}`, or search with -o index=flat"
-            )
-        elif built.there < built.heads:
-            raise ConfigError(f"{built.unfinished(store.path)}, or search with -o index=flat")
-        elif built.problem is not None:
-            raise built.problem
-
-    def describe(self) -> str:
-        """The kind, and whether the heads that were searched are tuned to a full scan."""
-        tuned = [index.recall.full_scan for index in self._loaded.values() if index.recall is not None]
-        if not any(tuned):
-            return self.kind
-        some = "" if all(tuned) else f" in {sum(tuned):,} of {len(tuned):,} heads"
-        return f"{self.kind} (tuned to a full scan{some})"
-
-    def get(self, layer: int, head: int) -> VectorIndex:
-        """The index of one head; raises VectorIndexError when it is missing, damaged or of other keys."""
-        return self._all(layer, [head])[0]
-
-    def search(self, layer: int, queries: npt.NDArray[Any], k: int) -> Hits:
-        """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
-        own = self._layers.get(layer)
-        if own is None:
-            own = self._layers[layer] = self._all(layer, range(len(queries)))
-        return self._class.search_heads(own, queries, k)
-
-    @property
-    def exact_scores(self) -> bool:
-        """Whether the scores of a search are exact inner products."""
-        return self._class.exact_scores
-
-    def _all(self, layer: int, heads: Sequence[int]) -> list[VectorIndex]:
-        try:
-            return [self._load(layer, head) for head in heads]
-        except VectorIndexError as error:
-            if not self._may_fall_back or self.kind == "flat":
-                raise
-            self._fall_back(str(error).rstrip("."))
-            return [self._load(layer, head) for head in heads]
-
-    def _load(self, layer: int, head: int) -> VectorIndex:
-        if (layer, head) not in self._loaded:
-            keys, digest = self.store.keys(layer, head), self.store.digest(layer, head)
-            if self.kind == "flat":
-                index = self._class.build(keys, digest=digest)
-            else:
-                path = index_path(kind_folder(self.store.path, self.kind), layer, head)
-                index = self._class.load(path, keys, digest=digest)
-            self._loaded[layer, head] = index
-        return self._loaded[layer, head]
-
-    def _fall_back(self, reason: str | None) -> None:
-        self.kind, self._class = "flat", registry.get("flat")
-        self._loaded.clear()
-        self._layers.clear()
-        if reason is not None:
-            warnings.warn(OffloadDecodeWarning(f"All keys are searched: {reason}."), stacklevel=3)
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,10 @@ class Placement:
     def __init__(self, attend: str, device: torch.device):
         if attend not in ("auto", HOST, DEVICE, PINNED):
             raise ConfigError(f"attend={attend} is unknown; choose one of: auto, {HOST}, {DEVICE}, {PINNED}")
+        # "auto" is measured.
         self.attend = HOST if attend == "auto" and device.type == "cpu" else attend
         self.device = device
         self.seconds: dict[Request, dict[str, float]] = {}
-
-    @property
-    def fixed(self) -> str | None:
-        """Where everything is attended to; None where that is measured."""
-        return None if self.attend == "auto" else self.attend
 
     def measure(self, request: Request, places: Sequence[str], attempt: Callable[[str], object]) -> None:
         """Times `attempt(place)`, which serves the request there: the fastest of three after one untimed."""

@@ -80,7 +80,7 @@ class MassBudget:
         Everything, once the rows together take (by estimate) half of all tokens or more, or more than may be
         held at once: reading in order costs no more than picking out half.
         """
-        device, n_tokens, rows = self.host.device, self.host.length, queries.rows.shape[:2].numel()
+        device, n_tokens, rows = self.host.device, self.host.length, queries.vectors.shape[:2].numel()
         wanted = [head.mass for head in budget.heads]
         share = torch.tensor(wanted, dtype=torch.float64, device=device).unsqueeze(-1)
         most = min(n_tokens, SELECTED_IDS // rows + 1)
@@ -115,7 +115,7 @@ class MassBudget:
             place = torch.where(sampled[place] == own, place, self.size)
             selected = torch.zeros(len(own), self.size + 1, dtype=torch.bool, device=own.device)
             selected = selected.scatter_(1, place, True)[:, : self.size]
-            every = queries.logits(queries.rows[head] @ keys.T)
+            every = queries.logits(queries.vectors[head] @ keys.T)
             logits.append(every.masked_fill(selected, -torch.inf))
         others = self.host.length - (ids >= 0).sum(-1)
         return Rest(torch.stack(logits), others.to(self.host.device))
@@ -146,13 +146,13 @@ def scored(host: HostKV, layer: int, queries: Queries, chosen: Chosen) -> Select
     """A selection as tokens of each row (pages: in their order) with their inner products on the device."""
     if isinstance(chosen, Selection):
         return chosen if chosen.ids is None else exact_scores(host, layer, queries, chosen)
-    query = queries.by_list() if chosen.shared else queries.rows.unsqueeze(2)
+    query = queries.by_list() if chosen.shared else queries.vectors.unsqueeze(2)
     ids, scores = page_token_scores(query, host.layer_keys(layer), chosen)
     # A ragged page leaves padding between tokens: places are counted later, so it goes to the end.
     order = (ids < 0).int().argsort(dim=-1, stable=True)
     ids, scores = ids.gather(-1, order), scores.gather(-1, order.expand_as(scores))
     if chosen.shared:
-        return Selection(queries.by_row(ids), queries.by_row(scores).to(host.device))
+        return Selection(queries.by_query(ids), queries.by_query(scores).to(host.device))
     return Selection(ids.squeeze(2), scores.squeeze(2).to(host.device))
 
 
@@ -172,7 +172,7 @@ def exact_scores(host: HostKV, layer: int, queries: Queries, tokens: Selection) 
         for start in range(0, len(ids), step):
             own = ids[start : start + step].clamp(min=0)
             row = torch.arange(start, start + len(own), device=host.device) // per_row
-            products = keys.read(own, host.device) * queries.rows[head, row]
+            products = keys.read(own, host.device) * queries.vectors[head, row]
             scores[head].view(-1)[start : start + len(own)] = products.sum(-1)
     return Selection(tokens.ids, scores.masked_fill((tokens.ids < 0).to(host.device), -torch.inf), moved)
 
@@ -183,12 +183,14 @@ class Budgeted:
     def __init__(self, selector: Selector, mass: MassBudget | None = None):
         self.selector = selector
         self._mass = mass or MassBudget(selector.host)
-        # Whether there is anything to fork.
+        # Whether there is anything to fork, and anybody to see the queries.
         self.forks = type(selector).fork is not Selector.fork
+        self._observes = type(selector).observe is not Selector.observe
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
         """Tokens for the rows of `queries`, as many as the budgets of the layer's heads allow."""
-        self.selector.observe(layer, queries)
+        if self._observes:
+            self.selector.observe(layer, queries)
         budget = self.selector.budgets[layer]
         if budget is None:
             return EVERYTHING
@@ -199,8 +201,8 @@ class Budgeted:
         chosen = self.selector.choose(layer, queries, budget.largest)
         return _for_each_head(chosen, budget, self.selector.host.length) if budget.uneven else chosen
 
-    def rows_at_once(self, layer: int, most: int) -> float:
-        """How many rows of a KV head may choose together, so that at most `most` tokens are chosen."""
+    def queries_at_once(self, layer: int, most: int) -> float:
+        """How many queries of a KV head may choose together, so that at most `most` tokens are chosen."""
         budget = self.selector.budgets[layer]
         if budget is None or not self.selector.per_row:
             return torch.inf

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, softmax
 from offload_decode.attention.rows import tensor_view
-from offload_decode.attention.state import softmax
 from offload_decode.selectors.base import EVERYTHING, Memory
 from offload_decode.types import Selection
 
@@ -97,7 +96,7 @@ class Evicting(Memory[Kept]):
 
     def _replay(self, layer: int, queries: Queries, k: int) -> Kept:
         """The cache after the prefill: slots for k tokens and for those that come between two samples."""
-        host, store, device = self.host, self.host.store, queries.rows.device
+        host, store, device = self.host, self.host.store, queries.vectors.device
         heads = range(self.shape.kv_heads)
         stored = host.layer_keys(layer)
         asked = torch.stack([tensor_view(store.queries(layer, head)) for head in heads]).to(device).float()

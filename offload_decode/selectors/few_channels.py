@@ -64,7 +64,7 @@ class Loki(Selector):
             bases = [principal_components(own, self.dims, self.host.device) for own in stored]
             self._rotated[layer] = torch.stack(bases), [*map(rotate, stored, bases)]
         basis, keys = self._rotated[layer]
-        return Selection(top_inner_products(queries.rows @ basis, keys, k).ids)
+        return Selection(top_inner_products(queries.vectors @ basis, keys, k).ids)
 
 
 def principal_components(keys: Rows, dims: int, device: torch.device) -> Tensor:
@@ -115,7 +115,7 @@ class SparQ(Selector):
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k best by approximate scores; each row has channels of its own."""
-        rows = queries.rows
+        rows = queries.vectors
         kept = rows.abs().topk(self.r, dim=-1).indices
         # Other channels at zero: one product for the whole group, although its rows differ in channels.
         sparse = torch.zeros_like(rows).scatter(-1, kept, rows.gather(-1, kept))

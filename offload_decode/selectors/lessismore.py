@@ -73,7 +73,7 @@ class LessIsMore(Selector):
         assert ranked_on == source, f"layer {layer} takes over from layer {source}"
         batch, tokens = queries.batch, queries.tokens
         assert len(lists) == batch * tokens, "one forward pass has the same rows in all layers"
-        heads, rows, _ = queries.rows.shape
+        heads, rows, _ = queries.vectors.shape
         shared = lists[:, :k].reshape(1, batch, 1, tokens, k).expand(-1, -1, queries.group, -1, -1)
         return Selection(shared.reshape(1, rows, k).expand(heads, -1, -1))
 
@@ -89,7 +89,7 @@ class LessIsMore(Selector):
 
     def _rank(self, layer: int, queries: Queries) -> Tensor:
         """Tokens by attention summed over heads, best first, `[batch · tokens, largest k]`."""
-        length, rows = self.host.length, queries.rows
+        length, rows = self.host.length, queries.vectors
         stored = self.host.layer_keys(layer)
         takers = (own for taker, own in self.budgets.items() if self._source(taker) == layer)
         k = max(own.largest if own else 0 for own in takers)

@@ -61,7 +61,7 @@ class KeyDiff(Selector):
         if ranked is None or ranked.shape[1] < k:
             ranked = torch.stack([self._least_similar(keys, k) for keys in self.host.layer_keys(layer)])
             self._ranked[layer] = ranked = ranked.cpu()
-        return Selection(ranked[:, None, :k].expand(-1, queries.rows.shape[1], -1))
+        return Selection(ranked[:, None, :k].expand(-1, queries.vectors.shape[1], -1))
 
     def _least_similar(self, keys: Rows, k: int) -> Tensor:
         length, device = len(keys), self.host.device
@@ -107,7 +107,7 @@ class Random(Selector):
         # For small shares numpy draws with Floyd's algorithm, whose cost is that of k, not of N.
         generator = np.random.default_rng([self.options.seed, self.draws])
         self.draws += 1
-        heads, rows, _ = queries.rows.shape
+        heads, rows, _ = queries.vectors.shape
         ids = np.empty((heads * rows, k), dtype=np.int64)
         for row in ids:
             row[:] = generator.choice(self.host.length, k, replace=False)
@@ -149,4 +149,4 @@ class Streaming(Selector):
         sinks = min(self.options.sinks, k)
         latest = self.host.length - 1 - torch.arange(k - sinks)
         ids = torch.cat([torch.arange(sinks), latest])
-        return Selection(ids.expand(*queries.rows.shape[:2], k))
+        return Selection(ids.expand(*queries.vectors.shape[:2], k))

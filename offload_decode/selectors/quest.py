@@ -86,7 +86,7 @@ class Quest(Selector):
 
     def lists(self, queries: Queries) -> Tensor:
         """The rows `[Hkv, Q, G, D]` of each list of pages."""
-        return queries.rows.unsqueeze(2) if self.per_head else queries.by_list()
+        return queries.vectors.unsqueeze(2) if self.per_head else queries.by_list()
 
     def best_pages(self, bounds: PageBounds, n_tokens: int, query: Tensor, tokens: int) -> PageSelection:
         """The best of the pages of `n_tokens` tokens for `query [Hkv, Q, G, D]`, cut to exactly `tokens ≤
@@ -148,7 +148,7 @@ class QuestTopK(Quest):
         ids, scores = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
         if self.per_head:
             return Selection(ids.squeeze(2), scores.squeeze(2))
-        return Selection(queries.by_row(ids), queries.by_row(scores))
+        return Selection(queries.by_query(ids), queries.by_query(scores))
 
     def _best_tokens(self, layer: int, query: Tensor, tokens: int, k: int) -> tuple[Tensor, Tensor]:
         """Ids and scores `[Hkv, Q, G, k]` for `query [Hkv, Q, G, D]`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload_decode.attention.pages_host import token_scores
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.rows import Rows
+from offload_decode.attention.rows import HeadRows, Rows
 from offload_decode.attention.transfers import to_host
 from offload_decode.kv.host_cache import BLOCK_TOKENS
 from offload_decode.types import PageSelection, Selection
@@ -91,7 +91,7 @@ def top_inner_products(query: Tensor, keys: Sequence[Rows], k: int) -> Selection
     return Selection(ids, scores)
 
 
-def page_token_scores(query: Tensor, keys: Sequence[Rows], chosen: PageSelection) -> tuple[Tensor, Tensor]:
+def page_token_scores(query: Tensor, keys: HeadRows, chosen: PageSelection) -> tuple[Tensor, Tensor]:
     """Tokens of selected pages with their exact inner products, on the host: ids int64 `[Hkv, Q, 1, n]`,
     padded with -1, and scores float32 `[Hkv, Q, G, n]`, for `query [Hkv, Q, G, D]` and `keys` of each KV
     head.

@@ -62,9 +62,9 @@ class SnapKV(Memory[Tensor]):
         if k >= self.host.length:
             return EVERYTHING
         if layer not in self.state:
-            heads = range(len(queries.rows))
+            heads = range(len(queries.vectors))
             self.state[layer] = torch.stack([self._elected(layer, head, queries, k) for head in heads])
-        return Selection(self.state[layer][:, None].expand(-1, queries.rows.shape[1], -1))
+        return Selection(self.state[layer][:, None].expand(-1, queries.vectors.shape[1], -1))
 
     def _elected(self, layer: int, head: int, queries: Queries, k: int) -> Tensor:
         votes, kernel = self._votes(layer, head, queries)[None], self.options.kernel

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.queries import Queries
-from offload_decode.attention.state import empty_state, softmax
+from offload_decode.attention.queries import Queries, empty_state, softmax
 from offload_decode.common.errors import ConfigError
 from offload_decode.indexes.clusters.kmeans import Clusters, build
 from offload_decode.kv.host_cache import SCORES, HostKV
@@ -78,7 +77,7 @@ class Tail(ABC):
 
     def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
         """The state of what `selection`, which is not everything, leaves out, for each row `[Hkv, R]`."""
-        rows = queries.rows.cpu()
+        rows = queries.vectors.cpu()
         state = empty_state(rows, self.host.values(layer, 0).dim)
         deviation = torch.full_like(state.lse, -torch.inf) if self.states_error else None
         lists, list_of_row = selected_lists(selection, queries, self.host.length)
@@ -91,7 +90,7 @@ class Tail(ABC):
                 state.out[head, part], state.lse[head, part] = estimate.out, estimate.lse
                 if deviation is not None and estimate.deviation is not None:
                     deviation[head, part] = estimate.deviation
-        device = queries.rows.device
+        device = queries.vectors.device
         deviation = None if deviation is None else deviation.to(device)
         return Estimate(state.out.to(device), state.lse.to(device), deviation)
 
@@ -115,7 +114,7 @@ def selected_lists(
     selection: Selection | PageSelection, queries: Queries, n_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Lists of selected tokens `[Hkv, Q, k]` int64, padded with -1, and the list of each row `[R]` int64."""
-    each = torch.arange(queries.rows.shape[1])
+    each = torch.arange(queries.vectors.shape[1])
     if isinstance(selection, Selection):
         assert selection.ids is not None, "everything is selected: there is no tail"
         return selection.ids.cpu(), each

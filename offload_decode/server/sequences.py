@@ -16,8 +16,7 @@ from torch import Tensor
 
 from offload_decode.engine.batching import Turn
 from offload_decode.engine.citations import Watch
-from offload_decode.engine.conversation import Conversation
-from offload_decode.engine.sampler import Pieces
+from offload_decode.engine.conversation import Conversation, Pieces
 from offload_decode.planning.sizes import tail_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics

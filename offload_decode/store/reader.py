@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 
@@ -149,8 +150,15 @@ class KVStore:
 
         A microsecond a file. One that shrinks while it is being read is still fatal.
         """
-        with self._of_this():
-            check_sizes(self._mapped.get(layer, ()))
+        mapped = self._mapped.get(layer, ())
+        try:
+            seen = [(os.lstat(file), size) for file, size in mapped]
+            whole = all(found.st_size == size and S_ISREG(found.st_mode) for found, size in seen)
+        except OSError:
+            whole = False
+        if not whole:
+            with self._of_this():
+                check_sizes(mapped)
 
     def check_same(self) -> None:
         """StoreMismatch where another store has replaced this one, as an append does."""

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import attend
 from offload_decode.common.errors import ConfigError
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.budgeted import Budgeted
@@ -29,7 +28,7 @@ def selected_ids(budgeted: Budgeted, queries: Queries) -> Tensor | None:
     """Token ids `[Hkv, R, k]` of a selection of tokens or of pages; None for everything."""
     selection = budgeted.select(LAYER, queries)
     if isinstance(selection, Selection):
-        assert selection.ids is None or selection.ids.shape[:2] == queries.rows.shape[:2]
+        assert selection.ids is None or selection.ids.shape[:2] == queries.vectors.shape[:2]
         return selection.ids
     ids = page_tokens(selection.pages, selection.page_size, budgeted.selector.host.length, selection.limit)
     if not selection.shared:
@@ -103,7 +102,7 @@ class SelectorContract:
             pytest.skip("no scores are told")
         for head, (ids, scores) in enumerate(zip(selection.ids, selection.scores, strict=True)):
             keys = floats(store.keys(LAYER, head))
-            exact = (queries.rows[head] @ keys.T).gather(1, ids.clamp(min=0))
+            exact = (queries.vectors[head] @ keys.T).gather(1, ids.clamp(min=0))
             exact = exact.masked_fill(ids < 0, -torch.inf)
             torch.testing.assert_close(scores, exact, atol=1e-4, rtol=1e-4)
 
@@ -116,7 +115,7 @@ class SelectorContract:
             torch.stack([floats(read(LAYER, head)) for head in heads])[None]
             for read in (store.keys, store.values)
         )
-        dense = attend(queries.rows[None], keys, values, 0.3)
+        dense = attend(queries.vectors[None], keys, values, 0.3)
         torch.testing.assert_close(state.out, dense.out[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(state.lse, dense.lse[0], atol=1e-5, rtol=0)
 
@@ -147,7 +146,7 @@ class SelectorContract:
         keys, values = (
             floats(read(LAYER, shape.kv_heads - 1))[None, None] for read in (store.keys, store.values)
         )
-        dense = attend(queries.rows[None, -1:], keys, values, 0.3)
+        dense = attend(queries.vectors[None, -1:], keys, values, 0.3)
         torch.testing.assert_close(state.out[-1], dense.out[0, 0], atol=1e-5, rtol=0)
         if (ids := selected_ids(budgeted, queries)) is not None:
             assert ((ids[:-1] >= 0).sum(-1) == 1).all()
@@ -192,7 +191,7 @@ class SelectorContract:
         with devices.beside_device():
             expected = selected_ids(self.make(store, budget="7"), queries)
             with devices.on_device():
-                there = dataclasses.replace(queries, rows=queries.rows.to("cuda")).sent()
+                there = dataclasses.replace(queries, vectors=queries.vectors.to("cuda")).sent()
                 ids = selected_ids(self.make(store, "cuda", budget="7"), there)
                 assert_same(None if ids is None else ids.cpu(), expected)
 

@@ -39,7 +39,7 @@ class SampleAttention(Sparse):
     def choose(self, layer: int, queries: Queries, earlier: Earlier, k: int) -> Tensor:
         sampled = min(self.options.queries, queries.tokens)
         places = (2 * torch.arange(sampled) + 1) * queries.tokens // (2 * sampled)
-        samples = queries.by_token()[:, 0, :, places.to(queries.rows.device)].flatten(1, 2)
+        samples = queries.by_token()[:, 0, :, places.to(queries.vectors.device)].flatten(1, 2)
         mass = (self._mass(queries, own, earlier.keys(layer, head)) for head, own in enumerate(samples))
         return torch.stack([own.topk(k).indices for own in mass])
 

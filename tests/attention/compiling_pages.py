@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from offload_decode.attention import device_tokens
 from offload_decode.attention import pages_device as device_pages
 from offload_decode.attention.pages_reference import PageBounds
+from offload_decode.attention.queries import Queries
 
 SHARED_BYTES = 99 * 1024  # of a program: what consumer cards from the RTX 30 series on have
 
@@ -71,9 +72,9 @@ def compile_for(capability: int, shapes: int) -> list[tuple[str, int]]:
         limit = torch.full((heads,), 2048)
         device_pages.attend_pages(query, keys, values, chosen, size, limit, 0.1, softcap)
         rows, places = keys.flatten(0, 1), torch.zeros(heads, group, 1024, dtype=torch.int64)
-        own = query[:, 0], rows, values.flatten(0, 1), places
+        own = Queries(query[:, 0], 0.1, softcap), rows, values.flatten(0, 1), places
         for scores in (None, torch.zeros(heads, group, 1024)):
-            device_tokens._by_program(*own, scores, 0.1, softcap)
+            device_tokens._by_program(*own, scores)
     return compiled
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from offload_decode.attention import dense
 from offload_decode.attention.dense import LEAST_ROWS, attend_bf16, attend_dense
-from offload_decode.attention.queries import Places
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import Places, attend
 from offload_decode.types import AttentionState
 
 SCALING = 0.3

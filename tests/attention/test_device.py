@@ -18,6 +18,7 @@ import torch
 from offload_decode.attention import device_tokens
 from offload_decode.attention import pages_reference as paging
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
+from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
 from offload_decode.types import AttentionState
 from tests.card import stand_in
@@ -294,49 +295,51 @@ def asked(heads, rows, k, dim, value_dim, there, dtype=torch.float16):
 def test_attention_to_rows_equals_the_reference(device, shape, softcap, scored):
     query, keys, values, places = asked(*shape)
     scores = random(*places.shape, seed=5).masked_fill(random(*places.shape, seed=6) > 1.5, -torch.inf)
-    own = query, None if scored else keys, values, places, scores if scored else None
+    own = None if scored else keys, values, places, scores if scored else None
     on_device = (None if part is None else part.to(device) for part in own)
-    state = device_tokens._by_program(*on_device, 0.3, softcap)
-    same(state, device_tokens.reference(*own, 0.3, softcap), **CLOSE)
+    state = device_tokens._by_program(Queries(query.to(device), 0.3, softcap), *on_device)
+    same(state, device_tokens.reference(Queries(query, 0.3, softcap), *own), **CLOSE)
 
 
 @pytest.mark.parametrize("programs", [1, 10_000])
 def test_rows_in_one_piece_equal_the_merged_one(device, monkeypatch, programs):
     monkeypatch.setattr(device_tokens, "PROGRAMS", programs)
-    own = *asked(2, 3, 700, 64, 32, 900, torch.bfloat16), None
-    on_device = (None if part is None else part.to(device) for part in own)
-    same(device_tokens._by_program(*on_device, 0.3), device_tokens.reference(*own, 0.3, None), **CLOSE)
+    query, *rows = asked(2, 3, 700, 64, 32, 900, torch.bfloat16)
+    on_device = (part.to(device) for part in rows)
+    state = device_tokens._by_program(Queries(query.to(device), 0.3), *on_device, None)
+    same(state, device_tokens.reference(Queries(query, 0.3), *rows, None), **CLOSE)
 
 
 def test_rows_in_pinned_memory_are_read_where_they_lie_in_two_launches(monkeypatch):
     if not INTERPRETED:
         pytest.skip("Triton compiles for the card here; TRITON_INTERPRET=1 interprets")
     query, keys, values, places = asked(2, 3, 700, 64, 32, 900)
-    expected = device_tokens.reference(query, keys, values, places, None, 0.3, None)
+    expected = device_tokens.reference(Queries(query, 0.3), keys, values, places, None)
     with stand_in() as card:
-        sent = query.cuda(), places.cuda()
+        sent = Queries(query.cuda(), 0.3), places.cuda()
         launches, waits = [], len(card.waits)
         launch = card.launch
         monkeypatch.setattr(card, "launch", lambda args: launches.append(len(args)) or launch(args))
         rows = [part.pin_memory() for part in (keys, values)]
-        state = device_tokens.attend_rows(sent[0], *rows, sent[1], None, 0.3)
+        state = device_tokens.attend_rows(sent[0], *rows, sent[1], None)
         assert len(launches) == 2
         assert len(card.waits) == waits, "nobody waits for it"
         state = [part.cpu() for part in state]
         with pytest.raises(RuntimeError, match="neither on the device nor pinned"):
-            device_tokens.attend_rows(sent[0], keys, values, sent[1], None, 0.3)
+            device_tokens.attend_rows(sent[0], keys, values, sent[1], None)
     same(AttentionState(*state), expected, **CLOSE)
 
 
 def test_no_rows_are_the_empty_state(device):
     query, keys, values, places = (part.to(device) for part in asked(2, 3, 4, 8, 5, 9))
     for none in (places[..., :0], torch.full_like(places, -1)):
-        out, lse = device_tokens.attend_rows(query, keys, values, none, None, 1.0)
+        out, lse = device_tokens.attend_rows(Queries(query, 1.0), keys, values, none, None)
         assert (out == 0).all()
         assert torch.isneginf(lse).all()
 
 
 def test_rows_without_triton_are_named_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
+    query, *rows = asked(1, 1, 1, 1, 1, 1)
     with pytest.raises(ConfigError, match="attend=host"):
-        device_tokens._by_program(*asked(1, 1, 1, 1, 1, 1), None, 1.0)
+        device_tokens._by_program(Queries(query, 1.0), *rows, None)

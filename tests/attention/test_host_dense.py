@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from offload_decode.attention import host_dense
 from offload_decode.attention.host_dense import BLOCK, attend_all
+from offload_decode.attention.queries import attend, empty_state
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import attend, empty_state
 from tests.attention.test_host_tokens import CPU, FORMS, PAIRS, stored
 
 

@@ -12,8 +12,8 @@ from numba import njit
 
 from offload_decode.attention import host_tokens
 from offload_decode.attention.host_tokens import attend_tokens
-from offload_decode.attention.rows import Rows, gather_rows, unite
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import Queries, attend
+from offload_decode.attention.rows import HeadRows, Rows, gather_rows, unite
 from offload_decode.common.rows import compiled, encodings, threads
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def stored(form, heads, n, dim, seed):
     arrays = [own.astype(DTYPES[form]) if form in DTYPES else encodings.encode(own, form) for own in rows]
     for array in arrays:
         array.flags.writeable = False
-    return [Rows(array) for array in arrays]
+    return HeadRows(Rows(array) for array in arrays)
 
 
 def drawn(heads, rows, k, n, seed):
@@ -86,10 +86,9 @@ def test_equals_masked_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_tokens, "ENTRIES", entries)
         patch.setattr(host_tokens, "SPARSE", sparse)
-        state, read = attend_tokens(query, keys, values, ids, scores, 0.3, softcap)
+        state, read = attend_tokens(Queries(query, 0.3, softcap), keys, values, ids, scores)
     expected = reference(query, keys, values, ids, 0.3, softcap)
-    torch.testing.assert_close(state.out, expected[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state.lse, expected[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-5)
     named = sum(len(ids[h][ids[h] >= 0].unique()) for h in range(heads))
     width = values[0].row_bytes + (0 if scored else keys[0].row_bytes)
     assert named * width <= read <= int((ids >= 0).sum()) * width
@@ -100,14 +99,14 @@ def test_queries_that_share_tokens_read_them_once(monkeypatch):
     keys, values = (stored("float16", 2, 50, 8, side) for side in range(2))
     ids = torch.arange(20).expand(2, 6, 20)
     for scores, stores in ((None, 2), (torch.zeros(ids.shape), 1)):
-        _, read = attend_tokens(torch.randn(2, 6, 8), keys, values, ids, scores, 0.3)
+        _, read = attend_tokens(Queries(torch.randn(2, 6, 8), 0.3), keys, values, ids, scores)
         assert read == stores * 2 * 20 * 16
 
 
 def test_scores_that_are_known_are_believed_and_keys_left_alone():
-    keys, values = ([Rows(np.full((9, 4), value, np.float32))] for value in (np.nan, 2.0))
+    keys, values = (HeadRows([Rows(np.full((9, 4), value, np.float32))]) for value in (np.nan, 2.0))
     ids, scores = torch.tensor([[[3, 5, -1]]]), torch.tensor([[[0.0, 1.0, -torch.inf]]])
-    state, _ = attend_tokens(torch.ones(1, 1, 4), keys, values, ids, scores, 1.0)
+    state, _ = attend_tokens(Queries(torch.ones(1, 1, 4), 1.0), keys, values, ids, scores)
     assert torch.allclose(state.out, torch.tensor(2.0))
     assert torch.allclose(state.lse, torch.tensor(np.log(1 + np.e), dtype=torch.float32))
 
@@ -115,14 +114,14 @@ def test_scores_that_are_known_are_believed_and_keys_left_alone():
 def test_a_row_without_tokens_is_the_empty_state_and_nan_is_not_hidden():
     keys = stored("float32", 1, 9, 4, 0)
     ids = torch.tensor([[[-1, -1], [1, 2]]])
-    query = torch.tensor([[[1.0] * 4, [torch.nan] * 4]])
-    out, lse = attend_tokens(query, keys, keys, ids, None, 1.0)[0]
+    queries = Queries(torch.tensor([[[1.0] * 4, [torch.nan] * 4]]), 1.0)
+    out, lse = attend_tokens(queries, keys, keys, ids, None)[0]
     assert (out[0, 0] == 0).all()
     assert torch.isneginf(lse[0, 0])
     assert out[0, 1].isnan().all()
     assert lse[0, 1].isnan()
     unseen = torch.full(ids.shape, -torch.inf)
-    out, lse = attend_tokens(query, keys, keys, ids, unseen, 1.0)[0]
+    out, lse = attend_tokens(queries, keys, keys, ids, unseen)[0]
     assert (out == 0).all()
     assert torch.isneginf(lse).all()
 
@@ -133,7 +132,7 @@ def test_an_id_beyond_the_store_is_refused(scored):
     ids = torch.tensor([[[8, 9]]])
     scores = torch.zeros(ids.shape) if scored else None
     with pytest.raises(IndexError, match="rows that there are"):
-        attend_tokens(torch.ones(1, 1, 4), keys, keys, ids, scores, 1.0)
+        attend_tokens(Queries(torch.ones(1, 1, 4), 1.0), keys, keys, ids, scores)
     with pytest.raises(IndexError, match="rows that there are"):
         unite(ids, 9)
 

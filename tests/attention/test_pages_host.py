@@ -12,8 +12,8 @@ from offload_decode.attention import pages as dispatch
 from offload_decode.attention import pages_host as host_pages
 from offload_decode.attention import pages_reference as paging
 from offload_decode.attention.pages_reference import PageBounds, page_tokens
-from offload_decode.attention.rows import Rows, numpy_view
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import attend
+from offload_decode.attention.rows import HeadRows, Rows, numpy_view
 from offload_decode.common.rows import encodings
 from offload_decode.kv.page_bounds import GrowingBounds
 
@@ -46,7 +46,7 @@ def case(heads, lists, group, dim, tokens, size, dtype, seed=0, value_dim=None):
 
 
 def stored(heads):
-    return [Rows(numpy_view(own)) for own in heads]
+    return HeadRows(Rows(numpy_view(own)) for own in heads)
 
 
 def some_pages(heads, lists, pages, k, seed):
@@ -66,8 +66,7 @@ def bounds_of(keys, size, kept):
 
 
 def close(state, expected):
-    torch.testing.assert_close(state.out, expected.out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state.lse, expected.lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-5)
 
 
 @settings(deadline=None, max_examples=60)
@@ -170,7 +169,7 @@ def test_encoded_rows_are_what_they_decode_to(encoding, shape, k, limit, seed):
         torch.from_numpy(np.stack([encodings.decode(own) for own in part]))
         for part in (key_records, value_records)
     ]
-    rows = [[Rows(own) for own in part] for part in (key_records, value_records)]
+    rows = [HeadRows(map(Rows, part)) for part in (key_records, value_records)]
     close(host_pages.attend_pages(query, *rows, *how, 0.3), paging.attend_pages(query, *decoded, *how, 0.3))
     scores = host_pages.token_scores(query, rows[0], *how)
     expected = host_pages.token_scores(query, stored(decoded[0]), *how)
@@ -224,11 +223,11 @@ def test_ten_million_tokens(tmp_path, dim):
     ids = ids[ids >= 0].numpy()
     written = np.random.default_rng(0).standard_normal((len(ids), dim)).astype(np.float16)
     keys[ids] = written
-    query, own = random(1, 1, 2, dim), torch.from_numpy(written)
-    state = host_pages.attend_pages(query, [Rows(keys)], [Rows(keys)], chosen, size, torch.tensor([64]), 0.3)
+    query, own, rows = random(1, 1, 2, dim), torch.from_numpy(written), HeadRows([Rows(keys)])
+    state = host_pages.attend_pages(query, rows, rows, chosen, size, torch.tensor([64]), 0.3)
     dense = attend(query[0][None], own[None, None], own[None, None], 0.3)
     torch.testing.assert_close(state.out[0], dense.out[0], atol=1e-5, rtol=0)
-    scores = host_pages.token_scores(query, [Rows(keys)], chosen, size, torch.tensor([64]))
+    scores = host_pages.token_scores(query, rows, chosen, size, torch.tensor([64]))
     torch.testing.assert_close(
         scores[scores > -torch.inf].reshape(2, -1), query[0, 0] @ own.float().T, atol=1e-4, rtol=1e-5
     )

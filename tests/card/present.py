@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from offload_decode import attention
 from offload_decode.attention import dense, device_tokens, pages_reference
 from offload_decode.attention import pages as dispatch
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import attend
 from tests.card.device import Card
 from tests.card.streams import Event, Graph
 

@@ -80,7 +80,8 @@ from offload_decode.common.rows import scan
 rng = np.random.default_rng(0)
 for dim in (1, 7, 64, 130):
     rows, queries = rng.standard_normal((9, dim)).astype("f"), rng.standard_normal((5, dim)).astype("f")
-    scores = scan.inner_products(scan.bits(rows), scan.layout(rows), queries)
+    scores = np.empty((5, 9), "f")
+    scan.score_rows(scan.bits(rows), scan.layout(rows), queries, scores)
     np.testing.assert_allclose(scores, queries @ rows.T, atol=1e-4)
 print(scan.LANES, scan.ROWS)
 """

@@ -76,13 +76,13 @@ def test_a_store_is_searched_once_for_all_that_see_it_alike(opened, monkeypatch)
     engines = opened(0), opened(1), opened(0, budget="7")
     talks = [engine.fork() for engine in (*engines, *engines)]
     searched = []
-    attend = StoredPrefix._attend_rows
+    attend = StoredPrefix._attend_part
 
     def spied(self, layer, queries, watched):
         searched.append(queries.tokens)
         return attend(self, layer, queries, watched)
 
-    monkeypatch.setattr(StoredPrefix, "_attend_rows", spied)
+    monkeypatch.setattr(StoredPrefix, "_attend_part", spied)
     run_turns([Turn(talk, made(2 + place)) for place, talk in enumerate(talks)])
     layers = engines[0].loaded.shape.full_layers
     assert searched == [2 + 5, 3 + 6, 4 + 7] * len(layers)
@@ -254,8 +254,8 @@ def test_each_watch_sees_its_own_conversation(opened, selector, monkeypatch):
         with alone.watched() as watch:
             alone.extend(turn.tokens)
         expected.append(watch)
-    for rows_at_once in (step.SELECTED_IDS, 100):
-        monkeypatch.setattr(step, "SELECTED_IDS", rows_at_once)
+    for at_once in (step.SELECTED_IDS, 100):
+        monkeypatch.setattr(step, "SELECTED_IDS", at_once)
         forks = [Turn(talk.fork(), *turn[1:]) for talk, turn in zip(talks, turns, strict=True)]
         with forks[0].conversation.watched() as first, forks[2].conversation.watched() as third:
             run_turns(forks)

@@ -50,20 +50,20 @@ def folder(tmp_path_factory):
 def _recorded(engine, monkeypatch):
     """The attention mass of the last token of every pass of `engine`, in plain torch."""
     plain, rows = torch.zeros(engine.length, dtype=torch.float64), []
-    attend = type(engine.prefix)._attend_rows
+    attend = type(engine.prefix)._attend_part
 
     def recording(self, layer, queries, *rest):
         chosen = self.chosen.select(layer, queries)
-        for head in range(len(queries.rows)):
+        for head in range(len(queries.vectors)):
             keys = engine.prefix.host.keys(layer, head).read(slice(None), torch.device("cpu"))
-            for row in range(queries.tokens - 1, queries.rows.shape[1], queries.tokens):
-                logits = queries.logits(queries.rows[head, row] @ keys.T)
+            for row in range(queries.tokens - 1, queries.vectors.shape[1], queries.tokens):
+                logits = queries.logits(queries.vectors[head, row] @ keys.T)
                 kept = _kept(chosen, queries, head, row, len(keys))
                 rows.append(row)
                 plain[kept] += torch.softmax(logits[kept].double(), -1)
         return attend(self, layer, queries, *rest)
 
-    monkeypatch.setattr(type(engine.prefix), "_attend_rows", recording)
+    monkeypatch.setattr(type(engine.prefix), "_attend_part", recording)
     return plain, rows
 
 
@@ -93,7 +93,7 @@ def test_mass_is_that_of_a_plain_softmax_over_what_was_selected(folder, monkeypa
 def test_a_question_in_parts_is_seen_as_a_whole_one(folder, monkeypatch):
     def mass(at_once):
         engine = Engine.open(folder / "store", options={"budget": "20"})
-        monkeypatch.setattr(engine.prefix.chosen, "rows_at_once", lambda *_: at_once)
+        monkeypatch.setattr(engine.prefix.chosen, "queries_at_once", lambda *_: at_once)
         with engine.watched() as watch:
             engine.ask(QUESTIONS[1])
         return torch.from_numpy(watch.mass)

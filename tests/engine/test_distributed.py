@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_decode import Engine
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import attend
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.step import Promised, ScatteredPrefix, StoredPrefix
 from offload_decode.kv.host_cache import HostKV

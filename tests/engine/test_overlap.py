@@ -38,7 +38,7 @@ def events(monkeypatch):
 
     def sent(queries):
         log.append("sent")
-        return replace(queries, copy=Copy((queries.rows.clone(),)))
+        return replace(queries, copy=Copy((queries.vectors.clone(),)))
 
     attend_dense = attention.attend_dense
 
@@ -86,7 +86,7 @@ def test_a_search_that_fails_says_so_and_leaves_nothing_running(engine, monkeypa
 def test_on_a_host_there_is_nothing_to_send():
     queries = Queries(torch.randn(2, 4, 8), 0.3)
     assert queries.sent() is queries
-    assert queries.on_host() is queries.rows
+    assert queries.on_host() is queries.vectors
 
 
 @pytest.mark.gpu
@@ -99,5 +99,5 @@ def test_a_copy_does_not_wait_for_what_the_device_is_given_later():
     rows = sent.on_host()
     assert not torch.cuda.current_stream().query()
     assert rows.is_pinned()
-    assert torch.equal(rows, queries.rows.cpu())
-    assert torch.equal(sent.part(1, 3).on_host(), queries.rows[:, 1:3].cpu())
+    assert torch.equal(rows, queries.vectors.cpu())
+    assert torch.equal(sent.part(1, 3).on_host(), queries.vectors[:, 1:3].cpu())

@@ -1,4 +1,4 @@
-"""A step that reads aloud: how many functions of this project one generated token enters."""
+"""A step that reads aloud: how many functions and files of this project one generated token enters."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> list[CodeType]:
 
 def test_a_token_enters_few_functions(walk: list[CodeType]) -> None:
     assert 40 < len(set(walk)) <= 90
+    assert 10 < len({code.co_filename for code in walk} | {threads.__file__}) <= 18, "files"
 
 
 def test_few_calls_come_before_the_first_layer(walk: list[CodeType]) -> None:

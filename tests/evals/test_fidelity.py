@@ -71,12 +71,12 @@ def test_the_measures_are_their_formulas(host: HostKV) -> None:
     queries = _random_rows(host)
     ids = torch.stack([torch.stack([torch.randperm(host.length)[:K] for _ in range(6)]) for _ in range(2)])
     ids[:, :, -2:] = -1
-    out = torch.randn(2, 6, queries.rows.shape[-1])
+    out = torch.randn(2, 6, queries.vectors.shape[-1])
     judged = dict(zip(MEASURES, Exact(host, 1, queries, {K}).judge(slice(0, 6), ids, out, K), strict=True))
     for head in range(2):
         keys, values = (tensor_view(read(1, head)).float() for read in (host.store.keys, host.store.values))
         for row in range(6):
-            scores = keys @ queries.rows[head, row]
+            scores = keys @ queries.vectors[head, row]
             logits = 3.0 * torch.tanh(0.4 * scores / 3.0)
             weights = torch.softmax(logits, 0)
             dense = weights @ values
@@ -95,7 +95,7 @@ def test_the_measures_are_their_formulas(host: HostKV) -> None:
 
 
 def test_equal_keys_are_equally_good_and_a_budget_of_nothing_misses_nothing(host: HostKV) -> None:
-    queries = dataclasses.replace(_random_rows(host), rows=torch.zeros(2, 1, 16))  # all scores are 0
+    queries = dataclasses.replace(_random_rows(host), vectors=torch.zeros(2, 1, 16))  # all scores are 0
     ids = torch.arange(host.length - K, host.length).expand(2, 1, K)
     exact = Exact(host, 1, queries, {0, K})
     assert exact.judge(slice(0, 1), ids, torch.zeros(2, 1, 16), K)[0].tolist() == [[1.0], [1.0]]
@@ -178,8 +178,8 @@ class _FirstPages(Dense):
     name = "first-pages"
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:  # type: ignore[override]
-        pages = torch.arange(queries.tokens)[None, :, None].expand(len(queries.rows), -1, 1)
-        return PageSelection(pages, 4, torch.full((len(queries.rows),), 3), shared=True)
+        pages = torch.arange(queries.tokens)[None, :, None].expand(len(queries.vectors), -1, 1)
+        return PageSelection(pages, 4, torch.full((len(queries.vectors),), 3), shared=True)
 
 
 def test_pages_become_the_tokens_of_every_row(host: HostKV, run: DenseRun) -> None:
@@ -231,7 +231,7 @@ class _Counts(Memory[int]):
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         self.state[layer] = self.state.get(layer, 0) + queries.tokens
-        return Selection(torch.full((*queries.rows.shape[:2], 1), self.state[layer]))
+        return Selection(torch.full((*queries.vectors.shape[:2], 1), self.state[layer]))
 
 
 def test_a_selector_that_remembers_meets_each_conversation_afresh(host: HostKV, run: DenseRun) -> None:

@@ -24,7 +24,7 @@ class First(Selector):
     '''The first k tokens.'''
     name, paper, reads, holds = "first", "none", "nothing", "nothing"
     def choose(self, layer, queries, k):
-        return Selection(torch.arange(k).expand(*queries.rows.shape[:2], k))
+        return Selection(torch.arange(k).expand(*queries.vectors.shape[:2], k))
 """
 
 

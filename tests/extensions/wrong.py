@@ -20,7 +20,7 @@ class First(Selector):
     name, paper, reads, holds = "first", "none", "nothing", "nothing"
 
     def choose(self, layer, queries, k):
-        return Selection(self.ids(k).expand(*queries.rows.shape[:2], -1))
+        return Selection(self.ids(k).expand(*queries.vectors.shape[:2], -1))
 
     def ids(self, k):
         return torch.arange(k)
@@ -79,7 +79,7 @@ class ReadsTheDevice(First):
     name = "reads-the-device"
 
     def choose(self, layer, queries, k):
-        queries.rows.numpy()
+        queries.vectors.numpy()
         return super().choose(layer, queries, k)
 
 
@@ -102,8 +102,8 @@ class ChoosesTogether(First):
     name = "chooses-together"
 
     def choose(self, layer, queries, k):
-        last = int(queries.rows.sum(1).abs().sum() * 1000) % self.host.length
-        return Selection(((torch.arange(k) + last) % self.host.length).expand(*queries.rows.shape[:2], -1))
+        last = int(queries.vectors.sum(1).abs().sum() * 1000) % self.host.length
+        return Selection(((torch.arange(k) + last) % self.host.length).expand(*queries.vectors.shape[:2], -1))
 
 
 def index(name, changed):

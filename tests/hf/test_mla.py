@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from offload_decode.attention.state import attend
+from offload_decode.attention.queries import attend
 from offload_decode.common.errors import OffloadDecodeWarning, UnsupportedModel
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import with_cache
@@ -195,7 +195,7 @@ def test_a_long_conversation_is_attended_to_by_pages(tmp_path, plain, monkeypatc
     chosen = []
 
     def every_page(self, layer, queries, tail):
-        chosen.append(queries.rows.shape)
+        chosen.append(queries.vectors.shape)
         pages = torch.arange(-(-tail.length // 4)).expand(1, 1, -1)
         return PageSelection(pages, 4, torch.tensor([tail.length + 4]), shared=True)
 

@@ -186,7 +186,7 @@ def test_measuring_leaves_the_cache_and_the_statistics_alone(monkeypatch):
 
 @pytest.mark.parametrize("attend", ["auto", "host"])
 def test_a_device_that_is_the_host_leaves_nothing_to_choose(attend):
-    assert Placement(attend, CPU).fixed == "host"
+    assert Placement(attend, CPU).attend == "host"
 
 
 def test_an_unknown_placement_is_refused():

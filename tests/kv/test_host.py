@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import numpy_view, tensor_view
-from offload_decode.attention.state import attend
 from offload_decode.common.rows import threads
 from offload_decode.kv import host_cache as kv
 from offload_decode.kv.generated import GeneratedKV

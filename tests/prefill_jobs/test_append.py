@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
-from offload_decode.kv.indexes import HeadIndexes, index_path, kind_folder, staging_folder
+from offload_decode.kv.indexes import index_path, kind_folder, staging_folder
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs import append as append_module
 from offload_decode.prefill_jobs import indexing
@@ -18,6 +18,7 @@ from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
+from offload_decode.selectors.topk import HeadIndexes
 from offload_decode.store.reader import KVStore
 from tests.prefill_jobs.killing import tree
 from tests.tiny import text_model, tiny_tokenizer

@@ -59,7 +59,7 @@ def chosen(name, **options):
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 def test_quoka_is_algorithm_1(similarity, reduce):
     found = chosen("quoka", budget="9", queries="4", similarity=similarity, reduce=reduce)
-    for head, rows in enumerate(asked().rows.unflatten(1, (2, 12))):
+    for head, rows in enumerate(asked().vectors.unflatten(1, (2, 12))):
         kept = [own[(unit(own) @ unit(own.mean(0))).argsort()[:4]] for own in rows]
         keys = Written().drawn(1, head)
         if similarity == "cosine":
@@ -71,7 +71,7 @@ def test_quoka_is_algorithm_1(similarity, reduce):
 
 def test_sample_keeps_tokens_that_evenly_sampled_queries_attend_to():
     found = chosen("sample", budget="25%", queries="3")
-    for head, rows in enumerate(asked().rows.unflatten(1, (2, 12))):
+    for head, rows in enumerate(asked().vectors.unflatten(1, (2, 12))):
         logits = 0.3 * rows[:, [2, 6, 10]] @ Written().drawn(1, head).T
         assert found[head] == set(logits.softmax(-1).sum((0, 1)).topk(10).indices.tolist())
 

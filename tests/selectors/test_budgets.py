@@ -140,15 +140,15 @@ class First(Selector):
     name, paper, reads, holds = "first", "none", "nothing", "nothing"
 
     def choose(self, layer, queries, k):
-        return Selection(torch.arange(k).expand(*queries.rows.shape[:2], k))
+        return Selection(torch.arange(k).expand(*queries.vectors.shape[:2], k))
 
 
 class FirstPages(First):
     """The first pages of the store."""
 
     def choose(self, layer, queries, k):
-        pages = torch.arange(-(-k // 4)).expand(len(queries.rows), queries.tokens, -1)
-        return PageSelection(pages, 4, torch.full((len(queries.rows),), k), shared=True)
+        pages = torch.arange(-(-k // 4)).expand(len(queries.vectors), queries.tokens, -1)
+        return PageSelection(pages, 4, torch.full((len(queries.vectors),), k), shared=True)
 
 
 class Kept(Memory[int]):

@@ -19,12 +19,12 @@ class TestLoki(SelectorContract, MemoryCases):
         ids = case.make("loki", dims=dims, budget="8").select(4, queries).ids
         _, _, components = torch.linalg.svd(keys - keys.mean(1, keepdim=True), full_matrices=False)
         first = components[:, : int(dims)].transpose(1, 2)
-        assert_best((queries.rows.double() @ first) @ (keys @ first).transpose(1, 2), ids, 8)
+        assert_best((queries.vectors.double() @ first) @ (keys @ first).transpose(1, 2), ids, 8)
 
     def test_all_components_are_the_oracle(self, case):
         queries = case.queries()
         chosen = case.make("loki", dims="100%", budget="8").select(4, queries)
-        exact = queries.rows @ case.keys(4).transpose(1, 2)
+        exact = queries.vectors @ case.keys(4).transpose(1, 2)
         found, best = exact.gather(-1, chosen.ids), exact.topk(min(8, case.host.length)).values
         # Components are kept in the store's dtype: scores are off by what that rounds.
         rounding = torch.finfo(case.dtype).eps * 8 * case.shape.head_dim**2
@@ -51,7 +51,7 @@ class TestSparQ(SelectorContract, MemoryCases):
     def test_the_largest_channels_choose(self, case, r, counted):
         queries, keys = case.queries(), case.keys(4)
         ids = case.make("sparq", r=r, budget="8").select(4, queries).ids
-        for head, rows in enumerate(queries.rows):
+        for head, rows in enumerate(queries.vectors):
             for row, query in enumerate(rows):
                 large = query.abs().argsort(descending=True)[: counted(case.shape.head_dim)]
                 assert_best(keys[head][:, large] @ query[large], ids[head, row], 8)

@@ -15,9 +15,9 @@ class TestLessIsMore(SelectorContract, MemoryCases):
     @pytest.mark.parametrize("softcap", [None, 0.5])
     def test_tokens_are_ranked_by_the_attention_of_all_heads(self, case, softcap):
         drawn = case.queries()
-        queries = Queries(drawn.rows, drawn.scaling, softcap, drawn.group, drawn.tokens)
+        queries = Queries(drawn.vectors, drawn.scaling, softcap, drawn.group, drawn.tokens)
         ids = case.make("lessismore", budget="8").select(1, queries).ids
-        scores = 0.1 * drawn.rows @ case.keys(1).transpose(1, 2)
+        scores = 0.1 * drawn.vectors @ case.keys(1).transpose(1, 2)
         weights = (scores if softcap is None else softcap * (scores / softcap).tanh()).softmax(-1)
         summed = weights.unflatten(1, (BATCH, drawn.group, TOKENS)).sum((0, 2))
         lists = ids.unflatten(1, (BATCH, drawn.group, TOKENS))
@@ -62,7 +62,7 @@ class TestLessIsMore(SelectorContract, MemoryCases):
         with pytest.raises(AssertionError):
             selector.select(2, case.queries(tokens=TOKENS + 1))
         selector.select(3, case.queries(tokens=1))
-        assert forked.select(2, case.queries()).ids.shape[1] == case.queries().rows.shape[1]
+        assert forked.select(2, case.queries()).ids.shape[1] == case.queries().vectors.shape[1]
         with pytest.raises(AssertionError):
             selector.select(2, case.queries(tokens=1))
         forked.selector.reset()

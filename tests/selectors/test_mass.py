@@ -48,7 +48,7 @@ def made(n_tokens, scaling=1.0, softcap=None, seed=1, layers=1):
 
 
 def all_logits(host, queries):
-    return queries.logits(queries.rows @ stored(host).transpose(1, 2)).double()
+    return queries.logits(queries.vectors @ stored(host).transpose(1, 2)).double()
 
 
 def exact_top(host, queries, asked=None):
@@ -57,7 +57,7 @@ def exact_top(host, queries, asked=None):
     def choose(k):
         if asked is not None:
             asked.append(k)
-        scores, ids = (queries.rows @ stored(host).transpose(1, 2)).topk(k)
+        scores, ids = (queries.vectors @ stored(host).transpose(1, 2)).topk(k)
         return Selection(ids, scores)
 
     return choose
@@ -260,7 +260,7 @@ def test_scores_are_taken_in_pieces(monkeypatch):
     found = exact_scores(host, 0, queries, Selection(ids))
     scores = found.scores
     assert found.moved == ids.numel() * 2 * DIM
-    expected = (queries.rows @ stored(host).transpose(1, 2)).gather(-1, ids.clamp(min=0))
+    expected = (queries.vectors @ stored(host).transpose(1, 2)).gather(-1, ids.clamp(min=0))
     torch.testing.assert_close(scores, expected.masked_fill(ids < 0, -torch.inf))
 
 

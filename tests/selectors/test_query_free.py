@@ -19,7 +19,7 @@ class TestKeyDiff(SelectorContract, MemoryCases):
         likeness = (unit @ unit.transpose(1, 2)).mean(-1)
         assert_best(-likeness, ids[:, 0], 11)
         assert torch.equal(ids, ids[:, :1].expand_as(ids))
-        assert ids.shape[1] == queries.rows.shape[1]
+        assert ids.shape[1] == queries.vectors.shape[1]
 
     def test_keys_are_read_once_and_a_smaller_budget_takes_a_prefix(self, case):
         held, queries = case.make("keydiff", budget="11"), case.queries()

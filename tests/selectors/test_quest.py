@@ -58,7 +58,7 @@ class TestQuest(QuestContract):
             chosen = chosen[:, :, 1:]
         rows = queries.by_token()[:, 0].transpose(1, 2)  # [Hkv, T, G, D]
         if held.selector.per_head:
-            rows = queries.rows.unsqueeze(2)
+            rows = queries.vectors.unsqueeze(2)
         rows = rows.unsqueeze(3)
         scores = torch.maximum(rows * lower[:, None, None], rows * upper[:, None, None]).sum(-1).amax(2)
         best = scores.topk(chosen.shape[2]).values
@@ -106,7 +106,7 @@ class TestQuestTopK(QuestContract):
         if selection.ids is None:
             return
         for head in range(store.manifest.shape.kv_heads):
-            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
+            scores = queries.vectors[head] @ floats(store.keys(LAYER, head)).T
             best = scores.topk(selection.ids.shape[2]).values
             torch.testing.assert_close(scores.gather(1, selection.ids[head]), best, atol=1e-5, rtol=1e-6)
             torch.testing.assert_close(selection.scores[head], best, atol=1e-5, rtol=1e-6)
@@ -125,7 +125,7 @@ class TestQuestTopK(QuestContract):
         if pages.shared:
             ids = ids[:, None].expand(-1, queries.group, -1, -1).flatten(1, 2)
         for head in range(store.manifest.shape.kv_heads):
-            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
+            scores = queries.vectors[head] @ floats(store.keys(LAYER, head)).T
             own = scores.gather(1, ids[head].clamp(min=0)).masked_fill(ids[head] < 0, -torch.inf)
             best = own.topk(selection.ids.shape[2]).values
             torch.testing.assert_close(selection.scores[head], best, atol=1e-5, rtol=1e-6)

@@ -19,7 +19,7 @@ class TestQuoKA(SelectorContract, MemoryCases):
     def test_one_token_is_the_cosine_with_the_mean_of_the_group(self, case):
         queries = case.queries(tokens=1)
         ids = case.make("quoka", budget="8").select(2, queries).ids
-        of_group = queries.rows.unflatten(1, (queries.batch, queries.group))
+        of_group = queries.vectors.unflatten(1, (queries.batch, queries.group))
         scores = unit(of_group).mean(2) @ unit(case.keys(2)).transpose(1, 2)
         shared = ids.unflatten(1, (queries.batch, queries.group))
         assert_best(scores, shared[:, :, 0], 8)
@@ -29,7 +29,7 @@ class TestQuoKA(SelectorContract, MemoryCases):
         case = Case.drawn(case.host.length, 3, 3, case.shape.head_dim, case.dtype)
         queries = case.queries(tokens=1)
         ids = case.make("quoka", budget="8").select(2, queries).ids
-        likeness = cosine_similarity(queries.rows[:, :, None], case.keys(2)[:, None], dim=-1)
+        likeness = cosine_similarity(queries.vectors[:, :, None], case.keys(2)[:, None], dim=-1)
         assert_best(likeness, ids, 8)
 
     def test_the_queries_least_like_their_mean_are_kept(self, case):
@@ -37,7 +37,7 @@ class TestQuoKA(SelectorContract, MemoryCases):
         kept = case.make("quoka", queries="4").selector.options.representatives(queries)
         for head in range(case.shape.kv_heads):
             for sequence in range(queries.batch):
-                own = queries.rows[head].unflatten(0, (queries.batch, queries.group, 9))[sequence]
+                own = queries.vectors[head].unflatten(0, (queries.batch, queries.group, 9))[sequence]
                 expected = torch.zeros(4, case.shape.head_dim)
                 for rows in own:
                     likeness = unit(rows) @ unit(rows.mean(0))
@@ -61,7 +61,7 @@ class TestQuoKA(SelectorContract, MemoryCases):
         selector = case.make("quoka", budget="8")
         ids = selector.select(2, both).ids.unflatten(1, (2, -1))
         for sequence in range(2):
-            rows = both.rows.unflatten(1, (2, -1))[:, sequence]
+            rows = both.vectors.unflatten(1, (2, -1))[:, sequence]
             alone = selector.select(2, type(both)(rows, 0.1, None, both.group, 20)).ids
             assert torch.equal(ids[:, sequence], alone)
 

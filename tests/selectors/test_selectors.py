@@ -26,7 +26,7 @@ class TestTopKFlat(SelectorContract):
         queries = self.queries(store)
         selection = self.make(store, budget="5").select(LAYER, queries)
         for head in range(store.manifest.shape.kv_heads):
-            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
+            scores = queries.vectors[head] @ floats(store.keys(LAYER, head)).T
             best = scores.topk(min(5, scores.shape[1])).values.sort(-1).values
             chosen = scores.gather(1, selection.ids[head]).sort(-1).values
             torch.testing.assert_close(chosen, best, atol=1e-5, rtol=0)
@@ -38,7 +38,7 @@ class TestOracle(SelectorContract, MemoryCases):
     def test_the_best_inner_products_are_selected_with_their_scores(self, case):
         queries = case.queries()
         chosen = case.make("oracle", budget="9").select(2, queries)
-        exact = queries.rows @ case.keys(2).transpose(1, 2)
+        exact = queries.vectors @ case.keys(2).transpose(1, 2)
         assert_best(exact, chosen.ids, 9)
         torch.testing.assert_close(chosen.scores, exact.gather(-1, chosen.ids), atol=1e-4, rtol=1e-5)
 
@@ -53,7 +53,7 @@ class TestOracle(SelectorContract, MemoryCases):
 
     def test_a_budget_of_nothing_is_nothing(self, case):
         queries = case.queries()
-        assert case.make("oracle", budget="0").select(2, queries).ids.shape == (*queries.rows.shape[:2], 0)
+        assert case.make("oracle", budget="0").select(2, queries).ids.shape == (*queries.vectors.shape[:2], 0)
 
 
 class TestTopKClusters(SelectorContract):
@@ -72,7 +72,7 @@ class TestTopKClusters(SelectorContract):
     @pytest.mark.parametrize("k", [1, 16, 64, 256])
     def test_cells_are_left_out(self, store, k):
         index = rebuilt(store, LAYER, 0)
-        read = [cells_read(index, query.numpy(), k) for query in self.queries(store).rows[0]]
+        read = [cells_read(index, query.numpy(), k) for query in self.queries(store).vectors[0]]
         assert 0 < max(read) < len(index.cells.counts)
 
     @pytest.mark.parametrize("k", [1, 16, 64, 256])
@@ -81,7 +81,7 @@ class TestTopKClusters(SelectorContract):
         selection = self.make(store, budget=str(k)).select(LAYER, queries)
         shares, masses = [], []
         for head, ids in enumerate(selection.ids):
-            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
+            scores = queries.vectors[head] @ floats(store.keys(LAYER, head)).T
             best, found = scores.topk(k), scores.gather(1, ids)
             shares.append((found >= best.values[:, -1:] - 1e-4).float().mean(1))
             masses.append((found.logsumexp(1) - best.values.logsumexp(1)).exp())
@@ -96,7 +96,7 @@ class TestTopKClusters(SelectorContract):
         theirs = flat.selector.host.attend(LAYER, queries, best, StepStats())
         for head in range(store.manifest.shape.kv_heads):
             keys, values = (floats(read(LAYER, head)) for read in (store.keys, store.values))
-            scores = 0.3 * queries.rows[head] @ keys.T
+            scores = 0.3 * queries.vectors[head] @ keys.T
             others = torch.ones_like(scores, dtype=torch.bool).scatter_(1, chosen.ids[head], False)
             plain = scores.masked_fill(others, -torch.inf)
             torch.testing.assert_close(ours.out[head], plain.softmax(1) @ values, atol=1e-5, rtol=1e-5)

@@ -1,9 +1,8 @@
-"""Checks and views of the two arrays every index meets: the stored keys and the queries."""
+"""Checks and views of the stored keys that every index meets."""
 
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,30 +45,6 @@ def check_more(keys: Keys, more: Keys) -> None:
         raise InvalidIndexInput(
             f"An index of {len(keys):,} keys cannot be extended to fewer of them, or to others."
         )
-
-
-def check_queries(queries: npt.NDArray[Any], dim: int) -> Float32:
-    """`queries [G, D]` as contiguous float32 (16-bit floats are widened), all of them finite."""
-    if not isinstance(queries, np.ndarray) or queries.ndim != 2 or queries.shape[1] != dim:
-        shape = getattr(queries, "shape", type(queries).__name__)
-        raise InvalidIndexInput(f"Queries must be a numpy array of shape [G, {dim}], got {shape}.")
-    if queries.dtype not in KEY_DTYPES:
-        raise InvalidIndexInput(f"Queries are {queries.dtype}; convert them to float32.")
-    wide = np.ascontiguousarray(queries, dtype=np.float32)
-    if not np.isfinite(wide).all():
-        raise InvalidIndexInput("Queries hold NaN or infinite values; only finite ones can be searched.")
-    return wide
-
-
-def check_count(k: int) -> int:
-    """`k` as a plain integer of at least 0."""
-    try:
-        count = operator.index(k)
-    except TypeError:
-        raise InvalidIndexInput(f"k must be a whole number, got {k!r}.") from None
-    if count < 0:
-        raise InvalidIndexInput(f"k must be 0 or more, got {count}.")
-    return count
 
 
 def float32_blocks(keys: Keys) -> Iterator[tuple[int, Float32]]:

@@ -1,4 +1,4 @@
-"""Compiled inner loops of the exact scan: scoring a block of keys, and keeping the best scores so far.
+"""Compiled inner loops over stored rows: widening them, inner products, and candidates for the best of these.
 
 A candidate is one uint64: the score's bits, mapped so that larger scores are larger integers, above the
 complement of the id. So the order of candidates is (score descending, id ascending), it is total, and
@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from offload_decode.common.rows import encodings
-from offload_decode.common.rows.arrays import BFLOAT16, Float32, Keys
+from offload_decode.common.rows.arrays import BFLOAT16, Keys
 from offload_decode.common.rows.compiled import features, half_to_single, scale_of
 from offload_decode.common.rows.encodings import SCALE_BYTES
 
@@ -125,33 +125,6 @@ def put(sums: Any, scores: Any, query: int, row: int, rows: int) -> None:
         for q in range(min(QUERIES, len(scores) - query)):
             for r in range(rows):
                 scores[query + q, row + r] = sums[q * ROWS + r]
-
-
-Candidates = npt.NDArray[np.uint64]
-
-_RUN = 64  # scores looked at together; most runs hold nothing above the threshold
-_REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
-
-
-def inner_products(bits: npt.NDArray[Any], layout: int, queries: Float32) -> Float32:
-    """float32 `[G, n]` inner products of `queries [G, D]` with n rows, accumulated in float32; `bits` and
-    `layout` are those of the rows.
-
-    Every score is summed in the same order, wherever its key and its query lie: equal keys tie exactly.
-    One thread, outside the interpreter's lock: callers search many heads at once, and a BLAS that starts
-    threads of its own for each small block loses more than it gains.
-    """
-    scores = np.empty((len(queries), len(bits)), np.float32)
-    score_rows(bits, layout, queries, scores)
-    return scores
-
-
-def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
-    """Ids and scores of candidates."""
-    ids = (~candidates & np.uint64(0xFFFFFFFF)).astype(np.int64)
-    ordered = (candidates >> np.uint64(32)).astype(np.uint32)
-    bits = np.where(ordered & np.uint32(0x80000000), ordered ^ np.uint32(0x80000000), ~ordered)
-    return ids, bits.view(np.float32)
 
 
 FP16, BF16, FP32, INT8, INT4 = range(5)
@@ -296,7 +269,12 @@ def widen_rows(bits: Any, layout: int, ids: Any, out: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def score_rows(bits: Any, layout: int, queries: Any, scores: Any) -> None:
-    """Inner products of `queries [G, D]` with N rows to `scores [G, N]`."""
+    """Inner products of `queries [G, D]` with N rows to `scores [G, N]`, accumulated in float32.
+
+    Every score is summed in the same order, wherever its key and its query lie: equal keys tie exactly.
+    One thread, outside the interpreter's lock: callers search many heads at once, and a BLAS that starts
+    threads of its own for each small block loses more than it gains.
+    """
     _score_rows(bits, layout, padded(queries), queries.shape[1], scores)
 
 
@@ -310,36 +288,3 @@ def _score_rows(bits: Any, layout: int, queries: Any, dim: int, scores: Any) -> 
         for g in range(0, len(queries), QUERIES):
             products(rows, queries, g, sums)
             put(sums, scores, g, first, there)
-
-
-@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
-def _survey(scores: Any, threshold: Any) -> Any:
-    """How many of the scores exceed `threshold`, and whether all are finite; one vectorised pass."""
-    above, poison = np.int32(0), np.float32(0)
-    for j in range(len(scores)):
-        above += np.int32(scores[j] > threshold)
-        poison += scores[j] * np.float32(0)  # NaN as soon as one score is NaN or infinite
-    return above, poison == 0
-
-
-@njit(nogil=True, cache=True)
-def keep_best(scores: Any, first_id: int, threshold: Any, kept: Any, counts: Any) -> bool:
-    """Appends to `kept [G, capacity]` uint64, row by row at `counts [G]` int64, the scores above `threshold
-    [G]`.
-
-    `scores [G, n]` float32 belong to the ids from `first_id`. False when a score is not finite.
-    """
-    for g in range(len(scores)):
-        for start in range(0, scores.shape[1], _RUN):
-            run = scores[g, start : start + _RUN]
-            above, finite = _survey(run, threshold[g])
-            if not finite:
-                return False
-            if above == 0:
-                continue
-            for j in range(len(run)):
-                # Ids ascend from block to block: a score equal to the threshold loses to the id that set it.
-                if run[j] > threshold[g]:
-                    kept[g, counts[g]] = candidate(run[j], first_id + start + j)
-                    counts[g] += 1
-    return True

@@ -38,4 +38,4 @@ class LongestKeys(Selector):
         lengths = [self.host.key_norms(layer, head) for head in range(self.shape.kv_heads)]
         ranked = torch.stack(lengths).argsort(dim=-1, descending=True, stable=True)
         best = ranked.roll(-self.options.skip, dims=-1)[:, None, :k]
-        return Selection(best.expand(-1, queries.rows.shape[1], -1))
+        return Selection(best.expand(-1, queries.vectors.shape[1], -1))
