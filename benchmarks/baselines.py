@@ -6,8 +6,6 @@ each query head, the values gathered by numpy, the softmax in torch. Lists and g
 Euclidean neighbours and are walked by inner product: graphs built by inner product found less at any `ef`.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

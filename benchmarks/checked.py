@@ -4,8 +4,6 @@ Every family of the test suite that passes the equivalence check, with the kinds
 config has and what is kept of them.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

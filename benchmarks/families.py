@@ -8,8 +8,6 @@ the prefix is left out. What is kept is that of the tiny instance: how many of i
 each token, a window, or a state.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -6,8 +6,6 @@ first token, the search in it apart; and from opening on, bytes that came from t
 a page was waited for.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -6,8 +6,6 @@ by `--gpu-memory`. Prints tokens, tokens/s, the peak of the GPU memory and the b
 with the card and the versions. `--tiny` runs the same steps with a small model anywhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

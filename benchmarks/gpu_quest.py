@@ -9,8 +9,6 @@ fused backends, each with the group's keys shared or repeated, whichever is fast
 Exit code 2 without a CUDA device. `--tiny` runs every step on small sizes, without times on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -3,8 +3,6 @@
 Every full run of a benchmark adds one line of JSON to `benchmarks/results/history.jsonl`.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -5,8 +5,6 @@ The rates are the bounds that any code meets: reading in order, and reading rows
 halves) from random places.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

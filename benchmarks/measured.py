@@ -1,7 +1,5 @@
 """A way of a step, timed and judged: the rows of the benchmarks' tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

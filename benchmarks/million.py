@@ -6,8 +6,6 @@ stored tokens at most. Prints the time, the peak memory, the store's size and ev
 a needle is missed or the control knows one. Run again after an interruption, it goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

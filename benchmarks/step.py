@@ -12,8 +12,6 @@ KV heads, and its time scaled up to all: the column `heads` says so. Torch's den
 and as matrix products, in float32 and in the stored dtype; the fastest counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence

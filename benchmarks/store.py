@@ -9,8 +9,6 @@ Writing: `KVStoreWriter` with random keys and values, checksums and flushing to 
 plain file of as many bytes, flushed too; the two take turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

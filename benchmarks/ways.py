@@ -3,8 +3,6 @@ rows lie; and the bytes that a step must read, by counting. A way is made ready 
 `step.py`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ would return into the fault. This one is compiled, and calls only what a signal 
 signal-safety): `write` and `_exit`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import signal
 from typing import Any

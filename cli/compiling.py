@@ -1,7 +1,5 @@
 """Tell the user when loops are compiled, which takes a while, once per machine."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

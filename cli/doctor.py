@@ -1,7 +1,5 @@
 """`offload-decode doctor`: check this installation, by the metadata of packages and a small test run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

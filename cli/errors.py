@@ -1,7 +1,5 @@
 """Errors as users see them: one sentence on stderr and an exit code, never a traceback."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The `offload-decode` command: `app` has all commands, `main` is the console entry point."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import io

@@ -1,7 +1,5 @@
 """The two files of a batch: questions in, answers out, both with one JSON object per line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """`python -m offload_decode.cli.reference` writes the commands' help texts into docs/commands.md."""
 
-from __future__ import annotations
-
 import io
 import re
 from contextlib import redirect_stdout

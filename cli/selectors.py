@@ -1,7 +1,5 @@
 """`offload-decode selectors`: the methods that choose stored tokens."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`offload-decode verify`: check every byte of a store, or of the stores of a collection."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import typer

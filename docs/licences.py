@@ -4,8 +4,6 @@ What each extra brings is followed through the metadata of the installed package
 licences.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

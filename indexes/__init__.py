@@ -1,7 +1,5 @@
 """Vector search over the keys of one (layer, KV head): maximum inner product, numpy in and numpy out."""
 
-from __future__ import annotations
-
 if __name__ != "offload_decode.indexes":
     raise ImportError(f"import offload_decode.indexes: as {__name__} its modules would exist twice")
 

@@ -9,8 +9,6 @@ not change, and probed by inner product with their centroids. Inner-product k-me
 metric, found less.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 

@@ -6,8 +6,6 @@ those of the metadata here, those of a native file by its kind. Metadata is rena
 writer at a time has the folder, so that two builds of one index cannot leave a pair of which each wrote half.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Exact inner product search by reading every key: the reference of all other kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 

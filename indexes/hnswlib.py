@@ -3,8 +3,6 @@
 hnswlib keeps its own float32 copy of the keys, so 16-bit keys take twice their size again; `nbytes` says so.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

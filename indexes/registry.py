@@ -2,8 +2,6 @@
 library when it is used.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module

@@ -5,8 +5,6 @@ change, is set by the system alone, so that no tool which restores the first hid
 without a write stays unseen: `offload-decode verify` reads every byte.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

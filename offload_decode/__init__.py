@@ -1,7 +1,5 @@
 """offload-decode: prefill a corpus once, answer from its KV store again and again on a small GPU."""
 
-from __future__ import annotations
-
 import os
 from typing import TYPE_CHECKING
 

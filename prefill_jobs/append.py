@@ -4,8 +4,6 @@ The result equals one prefill of all tokens in the same chunks: the last chunk o
 not full, runs again with what follows.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A folder of texts, and JSONL metadata, to a collection: a store for each new or changed document."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

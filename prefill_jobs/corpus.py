@@ -1,7 +1,5 @@
 """A corpus: a file, a folder or standard input to documents, and documents to tokens."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a store goes: a path, or a URL, for which it is written to a staging folder and then pushed."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -3,8 +3,6 @@ together when all are built. Indexes of a store that grows are extended beside t
 after the store.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

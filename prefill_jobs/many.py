@@ -4,8 +4,6 @@ Also stores that are kept for later runs, found again by their names, and made o
 need them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

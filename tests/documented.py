@@ -1,7 +1,5 @@
 """The commands that documentation shows, and whether the command line understands them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import cache

@@ -1,7 +1,5 @@
 """What the exactness suite compares: answers from a store with k = N, and transformers' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

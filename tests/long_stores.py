@@ -1,7 +1,5 @@
 """Stores long enough that an index of clusters leaves cells out, of made-up keys: no model runs over them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny multimodal models with random weights, all built offline."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

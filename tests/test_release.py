@@ -1,7 +1,5 @@
 """What a release is made of: every file of the packages, one version, licences that are known."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

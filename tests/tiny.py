@@ -1,7 +1,5 @@
 """Tiny models with random weights, one for each family, and a byte-level tokenizer: all built offline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

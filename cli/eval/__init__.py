@@ -1,7 +1,5 @@
 """`offload-decode eval`: measures of answers."""
 
-from __future__ import annotations
-
 import typer
 
 from offload_decode.cli.eval import compare, fidelity, needle, perplexity, sparsity, suites

@@ -1,7 +1,5 @@
 """`offload-decode eval ruler`, `aggregate`, `passkey` and `ablation`: tasks of one suite each."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated

@@ -1,7 +1,5 @@
 """A hook of MkDocs: the site has every page at its path in the repository, so that links lead to the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig

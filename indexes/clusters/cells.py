@@ -1,7 +1,5 @@
 """Cells: a head's keys grouped by k-means, each as 4-bit codes of its difference from the cell's mean."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack

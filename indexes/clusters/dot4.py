@@ -8,8 +8,6 @@ numbers, so that every form below gives the same: AVX-512 VNNI multiplies and ad
 instruction, AVX2 32 codes in three, and plain vector operations serve all other processors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

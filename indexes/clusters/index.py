@@ -6,8 +6,6 @@ a quarter more keys than it was asked for exactly, from the keys themselves. At 
 bytes a key beyond the store.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from math import ceil, log

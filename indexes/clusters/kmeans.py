@@ -4,8 +4,6 @@ Lloyd's algorithm within segments of consecutive keys, so that building is linea
 order. Euclidean: it estimated attention as well as clusters of unit vectors did, and needs no norms.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any

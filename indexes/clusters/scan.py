@@ -1,7 +1,5 @@
 """Compiled scan of cells: keys whose codes score above a query's threshold are scored exactly."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

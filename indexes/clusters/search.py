@@ -9,8 +9,6 @@ a query that attends to few keys reads few cells. If the predicted threshold fin
 cells set one.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

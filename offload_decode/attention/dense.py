@@ -2,8 +2,6 @@
 long prefixes block by block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ keys, values and bounds are widened as they are read. Offsets into tensors are i
 nor pages are limited by 2^31 elements.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

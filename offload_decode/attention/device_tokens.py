@@ -5,8 +5,6 @@ One program gathers and attends for all KV heads, split over the card as Flash-D
 (https://pytorch.org/blog/flash-decoding); a second one merges. All arithmetic is float32.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ the block there: scores, an online softmax (Milakov and Gimelshein 2018, arXiv 1
 kernels take float32 alone; widening a prefix for them takes longer than attending to it does here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quest's pages where they lie: CUDA tensors go to the device's kernels, all others to those of the host."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ Quest, arXiv 2406.10774, §3.3-3.5; the split of the attention over programs is 
 Imported when a CUDA device is there to run it: importing it without triton raises ConfigError.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

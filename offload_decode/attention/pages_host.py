@@ -6,8 +6,6 @@ meet them; pages are prefetched. Each thread makes one compiled call for its sha
 all KV heads, outside the interpreter's lock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

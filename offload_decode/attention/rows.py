@@ -5,8 +5,6 @@ where they lie, in one pass: torch converts single bytes many times slower. Only
 ever decoded.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property

@@ -2,8 +2,6 @@
 does not give to others before a copy of it is done.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

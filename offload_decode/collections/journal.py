@@ -4,8 +4,6 @@ Lines are only ever appended, each flushed to the disk, until those that no long
 the file is written anew beside and renamed. A kill may leave the last line torn: it does not count.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

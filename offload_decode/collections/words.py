@@ -5,8 +5,6 @@ COLLECTION/words.sqlite is made of the documents and can be made again; what it 
 in the list is not looked at. Of a file from elsewhere nothing but the tables that are expected is used.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """The error tree, from `OffloadDecodeError`: a message is one sentence on what is wrong, and the way out."""
 
-from __future__ import annotations
-
 
 class OffloadDecodeError(Exception):
     """Base of every error that a user can cause and mend."""

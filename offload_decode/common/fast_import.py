@@ -6,8 +6,6 @@ the import and give way to the real module for any other. For the commands alone
 library leaves transformers as it is.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -4,8 +4,6 @@ A power cut loses whatever was not flushed, in any order: a file may have its na
 file is written beside its place, flushed, renamed, and the folder that holds the name is flushed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

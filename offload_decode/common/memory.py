@@ -4,8 +4,6 @@ On Linux RLIMIT_DATA limits private writable memory: allocations beyond it fail.
 and do not count, nor does address space that is only reserved.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

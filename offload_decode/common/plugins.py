@@ -4,8 +4,6 @@ Names come from the metadata of installed distributions, which imports nothing. 
 it is asked for by name, so a broken one affects nobody else.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -1,7 +1,5 @@
 """The small trained models that ship with the project: they find facts in long texts and do nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 NAMES = ("demo",)

@@ -4,8 +4,6 @@ Conversations of one model share a pass whatever their stores are, and those tha
 each search of it too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack

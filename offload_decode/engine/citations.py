@@ -1,7 +1,5 @@
 """Which documents and passages an answer attended to: docs/methods.md §8."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

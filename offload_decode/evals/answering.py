@@ -1,7 +1,5 @@
 """Questions about texts, answered densely and with selectors side by side, and scored."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

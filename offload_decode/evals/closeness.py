@@ -4,8 +4,6 @@ The reference is `Exact`: plain torch in float32, without index, selector or fas
 query rows of each, `N` stored tokens, `D` channels of keys, `Dv` of values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self

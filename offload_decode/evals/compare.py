@@ -1,7 +1,5 @@
 """Two runs side by side: which cells changed, and whether by more than noise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Names of what is measured: one way of answering beside others, and lengths in tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

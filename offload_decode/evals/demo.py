@@ -1,7 +1,5 @@
 """What the demo does: facts hidden in real text, a store of it, and a new process that is asked for them."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Libraries of the extra `eval` (plots, the report, statistics), imported where they are first needed."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

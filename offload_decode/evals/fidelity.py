@@ -5,8 +5,6 @@ the attention of the stored prefill queries, how near is that of live decode que
 next tokens' probabilities to those of dense attention. `evals.closeness` has the reference.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The text that facts are hidden in, and cutting it to a number of tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Kamradt's test (github.com/gkamradt/LLMTest_NeedleInAHaystack) with RULER's need
 control asks the same questions of the same text without the needle: what is answered there was not read.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ place: what follows the last stored token is not known of a store, so that the f
 docs/evaluation.md says what is stored, run and predicted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

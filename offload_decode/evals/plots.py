@@ -1,7 +1,5 @@
 """Pictures by matplotlib (extra `eval`): needle grids and fidelity as PNG, the report's plots as SVG."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

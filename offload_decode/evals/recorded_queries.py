@@ -4,8 +4,6 @@ Live queries are those of a dense run, question and generated tokens: every sele
 in the order in which a model asks. They are caught on their way to the prefix: the engine's own code runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 

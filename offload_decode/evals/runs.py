@@ -10,8 +10,6 @@ A unit's lines are written in one go, and lines behind the last finished unit ar
 killed: they are read by nobody, and cut off before more is written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ that reaches 95 % of dense performance and the entropy of the attention in the f
 docs/evaluation.md says what the records hold.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

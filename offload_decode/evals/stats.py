@@ -1,7 +1,5 @@
 """Intervals, p-values, bootstraps and rank correlations, by scipy and statsmodels (extra `eval`)."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence

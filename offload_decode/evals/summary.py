@@ -2,8 +2,6 @@
 whether these mean anything.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

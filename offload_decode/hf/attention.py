@@ -4,8 +4,6 @@ Queries attend to the generated KV here and to the stored prefix through the cac
 the two states are merged exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import Any

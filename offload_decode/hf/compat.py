@@ -5,8 +5,6 @@ or `cache_params` of some recurrent layers. Of a multimodal checkpoint the text 
 own config and class, with the weights renamed to those of a checkpoint of the text model.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

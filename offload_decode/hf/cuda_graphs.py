@@ -7,8 +7,6 @@ Every recording is checked on the spot: replayed with other tokens at other posi
 pass, or the model runs without graphs.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections import Counter

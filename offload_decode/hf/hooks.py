@@ -5,8 +5,6 @@ and the cache by name, in a loop of one's own as in `generate`. A pass that woul
 run tokens twice, is refused before anything is appended.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from copy import deepcopy

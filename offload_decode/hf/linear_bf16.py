@@ -6,8 +6,6 @@ where oneDNN is switched off, reads them in place, and sums in float32 as well. 
 many times faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Models without weights, on torch's meta device, made without the import of its compiler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

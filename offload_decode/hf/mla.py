@@ -7,8 +7,6 @@ the head's output is V_h times the attention over the rows: one KV head for all 
 its keys. These are what transformers caches, but for its older releases, which cached the heads expanded.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ queries attend to that KV alone. Segments that share a prefix query it as one bl
 token sees of its segment follows from its position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ rotary module of such a model therefore gets one position more, the last one of 
 rotation is dropped: whatever the module does with lengths, it does as in one pass over all of the text.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

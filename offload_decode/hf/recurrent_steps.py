@@ -6,8 +6,6 @@ from its first own token on. And some layers of transformers go on from their st
 alone, and begin anew, or see a part of it, in a pass of several (Mamba 1): those run token by token.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy

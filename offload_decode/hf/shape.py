@@ -3,8 +3,6 @@
 A layer keeps what transformers' own cache holds of it after the pass, so no family needs a formula.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ What a field is follows from its name, so that a family that is new needs nothin
 model that comes out of it cannot be built, one that is shrunk less is tried.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

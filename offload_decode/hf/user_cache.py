@@ -1,7 +1,5 @@
 """The user's cache: fingerprints of large files, and other short values that take long to compute."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Stored rows on a device: copied through pinned staging on a separate stream, and kept in an LRU cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`HostKV`: the stored keys and values in host memory, and attention to chosen tokens of them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A checkpoint's files, looked at before a library reads them: bounded, whole, sane, and nothing pickled."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ The first two begin with their version and a colon: a store of a release that ha
 a store of another model. `note` and `noted` keep the result of an equivalence check by a model's fingerprint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

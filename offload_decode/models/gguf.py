@@ -3,8 +3,6 @@
 The form is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

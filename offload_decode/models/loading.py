@@ -2,8 +2,6 @@
 `Processors` change these as the model's `generation_config` says.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

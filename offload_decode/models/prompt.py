@@ -6,8 +6,6 @@ token whatever follows. Tokenizers treat the start of a text in their own way (S
 before it), so a piece is encoded behind an anchor, a letter whose tokens are then removed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

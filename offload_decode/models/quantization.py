@@ -5,8 +5,6 @@ packs the linear layers alone: embeddings, norms and the output layer stay as th
 (arXiv 2208.07339), a scale for every output row; int4 is NF4 with quantized scales (QLoRA, arXiv 2305.14314).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

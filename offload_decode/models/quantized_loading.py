@@ -1,7 +1,5 @@
 """Reading the weights of checkpoints, those in few bits as their format has them, with their fingerprints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The size estimate of a model without its weights: read from its config, counted on torch's meta device."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The tokenizers library makes room by the largest id, puts any text at each place
 process where there is no memory for it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

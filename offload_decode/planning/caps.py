@@ -1,7 +1,5 @@
 """What a job may use: checked before it begins, and enforced while it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

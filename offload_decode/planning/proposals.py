@@ -1,7 +1,5 @@
 """Where a request does not fit on a machine: the nearest thing that does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import product

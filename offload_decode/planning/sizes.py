@@ -1,7 +1,5 @@
 """How many bytes weights, stores, tails and prefills take: arithmetic on an outline, nothing measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt, prod

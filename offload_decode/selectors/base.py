@@ -1,7 +1,5 @@
 """What a selector is: given a layer's queries, which stored tokens does each of them attend to?"""
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod

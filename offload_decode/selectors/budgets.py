@@ -1,7 +1,5 @@
 """How many stored tokens each layer and KV head may attend to: docs/methods.md §2."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -13,8 +13,6 @@ where k tokens do not hold it. Attention is normalised over the stored tokens th
 not seen here. A budget of the whole store is no limit: nothing is dropped.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Selectors that score every key in a few channels: principal ones (Loki), or where |q| is large (SparQ)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

@@ -9,8 +9,6 @@ As in TidalDecode, layers before the first selecting one are dense. A selecting 
 any other; in that paper it attends to everything, which is `-o select_layers=2,13 -o dense_layers=0,1,2,13`.
 """
 
-from __future__ import annotations
-
 import copy
 from bisect import bisect_right
 from dataclasses import dataclass

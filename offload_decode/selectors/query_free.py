@@ -1,7 +1,5 @@
 """Selectors that choose whatever is asked, and what others are measured against."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Self

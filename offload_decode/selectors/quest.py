@@ -4,8 +4,6 @@ Quest, arXiv 2406.10774, §3.3-3.5. The paper's models have no query groups; her
 by the maximum of their scores (docs/methods.md §3). A last page that is not full is always attended.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

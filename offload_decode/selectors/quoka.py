@@ -7,8 +7,6 @@ more than `queries` tokens is kept whole, and averaged token by token. `prefill_
 for the chunks of a prefill in the same way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

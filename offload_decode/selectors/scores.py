@@ -4,8 +4,6 @@ A block of keys is moved to the device as it is stored and widened there, so tha
 nor all scores of a row are ever in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

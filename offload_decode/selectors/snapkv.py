@@ -8,8 +8,6 @@ all later tokens attend to them until the next question. A question that comes i
 the first. The tail, the window in it, is attended to densely beside the k tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ KV head (`kv.indexes`).
 Synk et al. 2025 (arXiv 2502.06766), Algorithm 1, but that the parts are merged as docs/methods.md §1 says.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A step attends exactly to the selected tokens; the estimate is the state of all 
 counts once (docs/methods.md §1). It is computed on the host, where keys and values lie.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ stage of an append is `exchange`, before which it waits for a line on stdin: onl
 take the place of the one that is being asked.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ Each prefill and each append is a job: a folder of its own on disk and, while it
 another one left.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

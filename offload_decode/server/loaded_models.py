@@ -1,7 +1,5 @@
 """What is in memory: loaded models, and stores that are open with a selector, the least used out first."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

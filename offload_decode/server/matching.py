@@ -6,8 +6,6 @@ differ, at the seams, the text is the same. Every letter is compared; only the w
 may be another.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """The messages of a chat, from the objects of OpenAI's API, whose shape the routes have checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """From logits to the next token of an answer, and the log-probabilities that a client asks for."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import secrets

@@ -5,8 +5,6 @@ yet; conversations that may share a forward pass do (`engine.batching`), the oth
 and leave between steps. Nothing here knows HTTP.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -2,8 +2,6 @@
 store is opened first, longer: an event loop calls them in a thread.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

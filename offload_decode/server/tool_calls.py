@@ -2,8 +2,6 @@
 must be calls, and calls read from the text of an answer as it comes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """The KV store on disk: what a prefill writes once and every question reads (layout: `docs/formats.md`)."""
 
-from __future__ import annotations
-
 from offload_decode.store.base import Store
 from offload_decode.store.format import FORMAT_VERSION, Manifest, token_hash
 from offload_decode.store.layout import sample_plan

@@ -1,7 +1,5 @@
 """`Store`: what decoding reads of a store, wherever it lies; and a range of one."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from itertools import pairwise

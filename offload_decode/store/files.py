@@ -4,8 +4,6 @@
 which has its own. Both must read exactly as written, so that no bit of the folder can change unseen.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import mmap

@@ -6,8 +6,6 @@ states, sums of errors. Files that stay the same become hard links; where the fi
 (btrfs, XFS), blocks are shared; other bytes are copied.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Files are never changed once they are committed, so a killed process cannot have spoilt them.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Sequence

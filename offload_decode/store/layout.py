@@ -3,8 +3,6 @@
 Metadata is written through zarr and checked as JSON; reading needs no zarr, so that a store opens at once.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping

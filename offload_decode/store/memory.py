@@ -1,7 +1,5 @@
 """Stores in memory, which answer as one on disk of the same arrays; and one of no tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property

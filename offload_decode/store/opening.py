@@ -1,7 +1,5 @@
 """Opening a store: the checks before anything in it is read, and the error messages when they fail."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping

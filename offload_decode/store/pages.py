@@ -1,7 +1,5 @@
 """Channel-wise minimum and maximum of the keys of each page (Quest, arXiv 2406.10774, §3.3)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

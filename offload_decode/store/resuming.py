@@ -1,7 +1,5 @@
 """Begin a store, or resume one that a killed process began: both continue from what is committed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ A test class inherits one and names what it tests. pytest is imported here and n
 tests imports this room.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,5 @@
 """Where the suites try what runs on a device: on a CUDA device, or on what a test run puts in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """What every index kind promises. Inherit, set `kind`, and pytest collects the promises."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

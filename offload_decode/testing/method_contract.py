@@ -1,7 +1,5 @@
 """What every prefill method promises. Inherit, set `name` and `options`, and pytest collects the promises."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path

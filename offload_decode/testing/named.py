@@ -1,7 +1,5 @@
 """The suites that `pytest --offload-decode-…` asks for: pytest collects the classes of this file."""
 
-from __future__ import annotations
-
 from offload_decode import testing
 from offload_decode.testing.plugin import SUITES, requested
 

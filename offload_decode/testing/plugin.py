@@ -4,8 +4,6 @@ It is loaded by `-p` alone. It imports nothing but pytest, adds three options, a
 them is given.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

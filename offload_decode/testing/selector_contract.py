@@ -1,7 +1,5 @@
 """What every selector promises. Inherit, set `name` and `options`, and pytest collects the promises."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 

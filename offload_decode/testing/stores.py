@@ -1,7 +1,5 @@
 """Small stores, prefilled by a tiny model or made of random rows; their sizes are ragged against pages."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp

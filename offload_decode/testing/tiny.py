@@ -1,7 +1,5 @@
 """Tiny models with random weights, built offline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 VOCAB = 131

@@ -6,8 +6,6 @@ URL.indexes/KIND/…        the indexes beside the store
 URL.indexes/SHA256SUMS    their checksums, put when all of them are there
 """
 
-from __future__ import annotations
-
 from offload_decode.prefill_jobs.buckets.bucket import is_url
 from offload_decode.prefill_jobs.buckets.stores import check_writable, pull, push
 from offload_decode.prefill_jobs.buckets.transfer import Transfer

@@ -9,8 +9,6 @@ CACHE/
     └── content     the entry; until it is complete, it is written beside this
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -7,8 +7,6 @@ STORE.pulling/
 └── store/     complete and checked files; becomes STORE
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

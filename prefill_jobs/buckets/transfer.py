@@ -1,7 +1,5 @@
 """Many transfers at once, counted, and stopped together."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 For releases up to 0.4.13, which read no entry points. Later ones find it in the group `lm_eval.models`.
 """
 
-from __future__ import annotations
-
 from lm_eval.__main__ import cli_evaluate
 
 from offload_decode.prefill_jobs.lm_eval import model  # noqa: F401  # registers the model

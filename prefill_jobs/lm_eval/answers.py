@@ -1,7 +1,5 @@
 """Requests that share a prefix, run behind one store of it: continuations are scored, answers are written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ for an empty context, from which side a long one is cut, how stop strings end an
 or a budget of all tokens, every result is that model's to float rounding.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields

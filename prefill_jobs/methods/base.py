@@ -1,7 +1,5 @@
 """What a prefill method is: it chooses the earlier tokens that a chunk attends to, besides itself."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol

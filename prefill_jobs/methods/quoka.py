@@ -3,8 +3,6 @@
 QuoKA (ICLR 2026), §3 and Algorithms 1 and 2; the scoring is that of `offload_decode.selectors.quoka`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -2,8 +2,6 @@
 attend to most.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

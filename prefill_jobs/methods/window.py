@@ -1,7 +1,5 @@
 """Windowed prefill: the first tokens, which take up surplus attention, and the most recent ones."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ fetches the stores. The driver alone writes answers: those that a lost worker ha
 again, and nothing is written twice.
 """
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence

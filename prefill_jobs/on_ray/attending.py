@@ -2,8 +2,6 @@
 and returns an attention state, so that the memory of all machines together holds the store.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ corpus after another. A store is indexed by a worker on its machine. A worker in
 after the last chunk, or the last head.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

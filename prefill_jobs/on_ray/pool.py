@@ -4,8 +4,6 @@ Ray starts a worker as soon as a machine has room for it, restarts a lost one, a
 What is left is one loop: a worker that is ready takes the next task.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter, OrderedDict, deque

@@ -6,8 +6,6 @@ running. The interpreter accepts programs that a card does not: types that chang
 for shared memory.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partialmethod
 

@@ -1,7 +1,5 @@
 """Fused attention equals the reference: what rows see by their places, and every operator and product."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,8 +2,6 @@
 where there is no CUDA device, and on the card where there is one.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Dense attention over stored rows equals its definition, whatever the rows are and however many."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention to tokens of a row's own, and gathering rows, equal their definitions, whatever the rows are."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The compiled loops of hosts equal the plain torch reference, whatever the shapes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Stored rows, plain and encoded: what is read is what they stand for, and no more than was asked for."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

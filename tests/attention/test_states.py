@@ -1,7 +1,5 @@
 """States of attention: their definition, their merge, and the fused path against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

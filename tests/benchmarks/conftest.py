@@ -1,7 +1,5 @@
 """What benchmarks time in tests is not looked at: they take as little time for it as they can."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import machine

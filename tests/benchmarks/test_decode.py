@@ -1,7 +1,5 @@
 """`benchmarks/decode.py` and `store.py` from end to end, on a tiny store of the shipped model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of families: an exact one with what is kept, and one that is not served with the reason."""
 
-from __future__ import annotations
-
 from benchmarks.families import row
 
 

@@ -1,7 +1,5 @@
 """What the benchmarks call fidelity, by its definitions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

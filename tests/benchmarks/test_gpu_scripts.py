@@ -1,7 +1,5 @@
 """The scripts for a card run from end to end where there is none: on the host, and on the stand-in."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

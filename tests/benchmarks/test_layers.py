@@ -1,7 +1,5 @@
 """The data that benchmarks run on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ratios, scaled times, slopes and the history."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`benchmarks/step.py` from end to end, on tiny sizes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A function that is not named here takes tensors of one side, and numbers, and gives tensors of that side.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

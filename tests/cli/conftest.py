@@ -1,7 +1,5 @@
 """A tiny model on disk and a store that it prefilled, made by the commands themselves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`append` as a user meets it: what it says, and what it refuses in a sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

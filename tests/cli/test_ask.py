@@ -1,7 +1,5 @@
 """Where `ask` attends to stored tokens, and how it estimates the unselected ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """One store asked through workers that have a part of its tokens each: the answer is that of one process."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

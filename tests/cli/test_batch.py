@@ -1,7 +1,5 @@
 """A batch asks each question of each store once, however often it is interrupted and run again."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

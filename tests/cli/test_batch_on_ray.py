@@ -1,7 +1,5 @@
 """A batch on a Ray cluster: answers come in any order, each once, though workers are lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A conversation: its commands, what it remembers, and how it is stopped, saved and loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """Collections at the command line: made, renewed and asked."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each command does what its help says, and its JSON can be read by a program."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The demo tells the truth: its facts are in the text, the control is not, and another process answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the documentation says is so: real help, commands that are understood, links that lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

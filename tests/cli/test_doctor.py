@@ -1,7 +1,5 @@
 """What is installed, what works on this machine, and what the shell completes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

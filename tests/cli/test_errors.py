@@ -1,7 +1,5 @@
 """Whatever goes wrong is one sentence with the way out and the right exit code; never a traceback."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

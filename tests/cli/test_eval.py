@@ -1,7 +1,5 @@
 """`eval needle` and `fidelity` write a result and a picture, and refuse at once what they cannot measure."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """`eval perplexity` and `eval sparsity` print their tables and go on with what is there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

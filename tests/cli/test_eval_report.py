@@ -1,7 +1,5 @@
 """`eval report` writes one page, and `eval compare` says what changed; both refuse what is no run."""
 
-from __future__ import annotations
-
 import json
 
 from tests.cli.conftest import done, refused, run

@@ -1,7 +1,5 @@
 """Commands that ask questions: suites ask their tasks, a file is continued, mistakes are refused at once."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Extensions on the command line: used, listed, completed, and refused where one is broken."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

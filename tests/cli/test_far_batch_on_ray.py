@@ -1,7 +1,5 @@
 """A batch on a Ray cluster of a collection in a bucket: each machine fetches what its workers ask, once."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

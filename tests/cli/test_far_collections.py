@@ -1,7 +1,5 @@
 """Stores and collections in a bucket: they come back, are renewed, and are asked where few stores fit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

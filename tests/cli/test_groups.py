@@ -1,7 +1,5 @@
 """Groups of options belong to the command: they are shown, parsed and refused like any other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

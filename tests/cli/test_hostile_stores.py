@@ -1,7 +1,5 @@
 """Stores made to harm, as a user meets them: a sentence, and nothing that a terminal takes for a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

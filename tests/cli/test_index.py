@@ -1,7 +1,5 @@
 """Many stores are indexed as each of them by itself, here or on Ray workers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`models` states the equivalence check: of the families that the suite serves, and of one model's config."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from importlib.resources import files

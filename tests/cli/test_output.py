@@ -1,7 +1,5 @@
 """Numbers for people, and progress that keeps off stdout and falls silent when told to."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

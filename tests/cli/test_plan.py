@@ -1,7 +1,5 @@
 """`plan` says what fits, proposes what does, and the other commands refuse what does not."""
 
-from __future__ import annotations
-
 import json
 import re
 

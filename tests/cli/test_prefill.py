@@ -1,7 +1,5 @@
 """`offload-decode prefill` of several corpora, into a bucket, and on workers, as a user meets it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

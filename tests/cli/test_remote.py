@@ -1,7 +1,5 @@
 """`ask`, `chat` and `batch` with `--server`, through the app of `serve`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """`offload-decode serve`: what it refuses before it listens, and a server from its start to its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

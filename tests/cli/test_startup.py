@@ -1,7 +1,5 @@
 """`ask` skips slow imports, and loops that are compiled are announced once."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

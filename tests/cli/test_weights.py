@@ -1,7 +1,5 @@
 """`prefill --weights`, and what `inspect`, `ask` and `plan` say of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

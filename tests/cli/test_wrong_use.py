@@ -1,7 +1,5 @@
 """What no command can use is refused at once, with exit code 2 where the use was wrong; nothing waits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Conditions say which documents are meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The list of a collection's documents: the last line of a name counts, and nothing else is believed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents are ranked by the words that they share with a question, whatever a file from elsewhere holds."""
 
-from __future__ import annotations
-
 import math
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """Encoded rows: what they lose, what they refuse, and that the compiled loops read them as numpy does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

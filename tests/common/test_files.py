@@ -1,7 +1,5 @@
 """What is committed is flushed, whatever the memory for threads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Inner products of rows with queries, the same at every place among them and for every processor."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

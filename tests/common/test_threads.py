@@ -1,7 +1,5 @@
 """The threads that compiled loops run on."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time

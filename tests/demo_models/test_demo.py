@@ -1,7 +1,5 @@
 """`demo` has sliding and full layers, and finds a needle."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -2,8 +2,6 @@
 the engine says with it is what transformers generates with its files.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns of several conversations in one pass equal turns apart, whoever else is in the pass."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

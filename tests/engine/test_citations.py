@@ -1,7 +1,5 @@
 """What an answer attended to: the attention mass of stored tokens equals a plain softmax over them."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 

@@ -1,7 +1,5 @@
 """What users get without an option, clusters that are pruned, through the engine: against flat and dense."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A store that is attended to in parts gives what it gives in one piece."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine: answers, conversations, batches, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError
 from unittest.mock import patch
 

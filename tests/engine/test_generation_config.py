@@ -1,7 +1,5 @@
 """What a `generation_config` asks for is done alike by the engine, by its batches and by `generate`."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

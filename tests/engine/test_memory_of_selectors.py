@@ -2,8 +2,6 @@
 half of itself behind.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An engine over a store in memory goes on as over the store on disk that holds the same arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

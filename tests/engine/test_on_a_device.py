@@ -2,8 +2,6 @@
 a search must.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """A layer's query is on its way to the host before its tail is attended to, and searched for after that."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, replace
 

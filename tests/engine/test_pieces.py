@@ -1,7 +1,5 @@
 """The pieces of a streamed answer are together the text of its tokens, whatever the tokenizer."""
 
-from __future__ import annotations
-
 import copy
 import random
 

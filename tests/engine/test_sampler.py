@@ -1,7 +1,5 @@
 """The sampler: every temperature that is a number gives tokens of the distribution; no other is taken."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

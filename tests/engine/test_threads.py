@@ -1,7 +1,5 @@
 """Several threads, and several answers at a time."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """A step that reads aloud: how many functions and files of this project one generated token enters."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import CodeType, FrameType

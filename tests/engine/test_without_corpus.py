@@ -1,7 +1,5 @@
 """A conversation without a corpus equals transformers' own generation."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """The tiny model that all evaluations here measure."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload_decode.models.loading import LoadedModel, wrap

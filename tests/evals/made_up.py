@@ -1,7 +1,5 @@
 """Runs that nobody measured: answers are right with a given probability, or wherever the store tells them."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Questions asked side by side: every way reads the same store, and the control lacks the fact."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two runs: p-values by their definitions, and a difference that is called one only where it is."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import product

@@ -1,7 +1,5 @@
 """The measures of fidelity are what their formulas say, on the queries that a model really asks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A text is cut to tokens of a tokenizer, wherever it starts and however short it is."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The grid hides, asks and scores as it says; a stand-in for the model reads the stored text alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Perplexity behind a store is that of the plain model on the same tokens, wherever the store ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The page of a run: whole in itself, whatever was written into the run, and readable by everybody."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Results: written unit by unit, gone on with after a kill, refused where they are of something else."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keys that hold a share of the attention, its entropy, and what they are said to predict."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

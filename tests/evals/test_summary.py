@@ -1,7 +1,5 @@
 """What is said of a run: intervals, chance, controls, ratios to dense, and the worst before the mean."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Distributions that are installed for a test: a folder of modules and a dist-info on the path."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

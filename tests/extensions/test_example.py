@@ -1,7 +1,5 @@
 """The example package: what docs/extending.md shows of it, and all of it as pip installs it."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """Entry points of other distributions: found without importing them, used by name, refused in a sentence."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

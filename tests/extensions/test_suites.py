@@ -1,7 +1,5 @@
 """The suites can fail: each promise that is broken is found by the test that states it."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Selectors, indexes and prefill methods that each break one promise: the module of a distribution."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -2,8 +2,6 @@
 exactness suite, and its switches on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tiny configs have in common."""
 
-from __future__ import annotations
-
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple

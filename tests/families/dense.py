@@ -1,7 +1,5 @@
 """Models of dense layers, whose positions are rotary, learned or none, and their contemporaries."""
 
-from __future__ import annotations
-
 from tests.families.common import (
     ALTERNATING,
     FULL,

@@ -1,7 +1,5 @@
 """Mixtures of experts, and latent attention (MLA) with and without an indexer of its own."""
 
-from __future__ import annotations
-
 from tests.families.common import (
     ALTERNATING,
     EXPERTS,

@@ -1,7 +1,5 @@
 """Recurrent layers (linear attention, state spaces, short convolutions), most between attention layers."""
 
-from __future__ import annotations
-
 from tests.families.common import (
     CALM,
     DELTA,

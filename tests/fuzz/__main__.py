@@ -4,8 +4,6 @@ Hypothesis keeps the cases that fail in the folder KEPT and begins with them; `l
 was running when the process ended.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

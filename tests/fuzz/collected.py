@@ -2,8 +2,6 @@
 schema and tables a stranger may write what SQL can write.
 """
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 kinds of file. Whoever applies them makes the checksums fit, as the stranger would.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

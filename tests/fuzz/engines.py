@@ -1,7 +1,5 @@
 """A store under a model that answers: ids beyond N, numbers that are none, tokens of no vocabulary."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from offload_decode.engine.engine import Engine

@@ -1,7 +1,5 @@
 """JSON lines of a batch, its questions and its answers, and a conversation that was saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import partial

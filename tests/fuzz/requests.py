@@ -1,7 +1,5 @@
 """What clients send to a server: an answer, or an error in OpenAI's shape that is not the server's own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

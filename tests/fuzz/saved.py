@@ -2,8 +2,6 @@
 does what an append makes of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A store from elsewhere: its metadata, the numbers in its chunk files, and what a killed prefill left."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

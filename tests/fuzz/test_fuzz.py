@@ -1,7 +1,5 @@
 """Files and requests from strangers: what reads them answers or refuses in a sentence, and does no harm."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

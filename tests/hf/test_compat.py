@@ -1,7 +1,5 @@
 """A cache is taken by each name that a release of transformers, or a model's own code, knows it by."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

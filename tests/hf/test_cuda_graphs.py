@@ -1,7 +1,5 @@
 """Passes that are captured between their attentions give what plain ones give, or are not captured."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from itertools import chain

@@ -4,8 +4,6 @@ The control leaves the prefix out, and must differ: otherwise these tests could 
 layer makes its kind; the longer tests run for a family of each kind, and for all of them with the slow ones.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

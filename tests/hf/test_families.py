@@ -1,7 +1,5 @@
 """The tiny configs say what the families are: each is valid, and its model generates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

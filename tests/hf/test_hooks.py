@@ -1,7 +1,5 @@
 """The hooks around a decoder: what is right behind them, and what is refused rather than computed wrongly."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from unittest.mock import patch

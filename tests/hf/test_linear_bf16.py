@@ -1,7 +1,5 @@
 """Products of one row of bfloat16 on a CPU: the same numbers, without oneDNN, and nothing else without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Barrier, Event, Thread
 

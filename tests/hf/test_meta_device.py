@@ -1,7 +1,5 @@
 """Models without weights are made as they are without `Unfilled`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -2,8 +2,6 @@
 latents behind a stored prefix: what is kept, what is searched, and what answers equal.
 """
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

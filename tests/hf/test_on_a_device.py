@@ -2,8 +2,6 @@
 they store and answer on the host, bit for bit.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Joint passes: checked for each model, and checked like any other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 of it, and what would stand beyond the last position is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

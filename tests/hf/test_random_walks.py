@@ -2,8 +2,6 @@
 transformers on the whole sequence; what is wrong is refused, and leaves no trace.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import cache

@@ -1,7 +1,5 @@
 """Recurrent states behind a prefix: replaced and never written to, by rows, taken back where a turn began."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

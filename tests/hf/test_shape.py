@@ -1,7 +1,5 @@
 """Shapes are what transformers' own cache holds after two tokens, whatever the family."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

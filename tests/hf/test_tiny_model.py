@@ -1,7 +1,5 @@
 """A tiny model is small, and has every kind of layer of its model, in the model's order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """A remembered fingerprint is that of the files as they are, and a cache that fails costs only time."""
 
-from __future__ import annotations
-
 import os
 import time
 from unittest.mock import Mock

@@ -2,8 +2,6 @@
 reason if it does not.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

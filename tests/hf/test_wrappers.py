@@ -2,8 +2,6 @@
 model's own checkpoint, and nothing of what sees or hears is loaded.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

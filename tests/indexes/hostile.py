@@ -4,8 +4,6 @@ A process of its own, because what is tested is that it survives: every changed 
 sentence, or answers with keys that there are and with their scores.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """The kinds of faiss and hnswlib: the contract, and what tuning promises beyond it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

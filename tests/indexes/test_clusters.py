@@ -1,7 +1,5 @@
 """The kind `clusters`: its integer products, its cells, and what pruning may and may not change."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

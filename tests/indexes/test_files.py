@@ -1,7 +1,5 @@
 """An index is written beside its place and renamed; its bytes are stated, and cells are mapped."""
 
-from __future__ import annotations
-
 import mmap
 import subprocess
 import sys

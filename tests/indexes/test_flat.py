@@ -1,7 +1,5 @@
 """`flat` is the top-k by definition: it is held against sorting all scores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Files of an index that someone changed on purpose: refused in a sentence, before anything uses a number."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

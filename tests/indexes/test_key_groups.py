@@ -1,7 +1,5 @@
 """Clusters of keys: every key in one cluster, near its own kind, and sums that are those of the members."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

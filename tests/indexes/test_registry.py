@@ -1,7 +1,5 @@
 """Kinds by name, optional libraries, and what an import may load."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

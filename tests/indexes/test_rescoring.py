@@ -1,7 +1,5 @@
 """Scores are this project's own, whatever a library's arithmetic: what it finds is scored from the keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What held for a file is taken as known while nobody changes it, and is looked for again afterwards."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

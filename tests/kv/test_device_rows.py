@@ -1,7 +1,5 @@
 """Rows that are copied to a device, the cache that keeps them there, and where attention is computed."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import numpy as np

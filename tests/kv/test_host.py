@@ -1,7 +1,5 @@
 """The tail on the device, and attending to selected rows of a stored prefix."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

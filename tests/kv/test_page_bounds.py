@@ -1,7 +1,5 @@
 """Bounds hold however they are kept, and do not depend on how the tokens came."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny checkpoints in few bits, as they are published: of one model, packed by hand or by their libraries."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that are broken, absurd or hostile end in one sentence; nothing is unpickled."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -2,8 +2,6 @@
 release of transformers reads it.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """GGUF files: found in a folder or by name, and looked at before a library reads them."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

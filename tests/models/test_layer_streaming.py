@@ -2,8 +2,6 @@
 layers at most are ever there.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

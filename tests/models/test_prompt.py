@@ -3,8 +3,6 @@ every kind of tokenizer. A chat template is a stranger's program: its size is bo
 passed on.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import cache

@@ -1,7 +1,5 @@
 """Weights in few bits answer from a store that the whole weights made, and say whose they are."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

@@ -2,8 +2,6 @@
 own, or refused in one sentence.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An outline is counted once, and remembered for as long as the config and the libraries are the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Numbers and rules of a tokenizer.json that a library would make room for without end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers of the kinds that there are, trained offline on a few lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Outlines of well-known shapes, without their configs."""
 
-from __future__ import annotations
-
 from offload_decode.models.size_estimate import Outline
 from offload_decode.types import LayerKind, ModelShape
 

@@ -1,7 +1,5 @@
 """Caps are checked before and enforced while a job runs, and what a prefill has committed outlives them."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predicted and measured: peaks of memory and the bytes of a token, of the shipped model on this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is proposed fits, and nothing that was asked for is changed without need."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

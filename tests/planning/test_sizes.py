@@ -1,7 +1,5 @@
 """Sizes are those of docs/methods.md §7, and of stores, indexes and weights that are really there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

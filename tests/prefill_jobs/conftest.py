@@ -1,7 +1,5 @@
 """Processes that can be killed, a small job for them, and buckets with stores to push there."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

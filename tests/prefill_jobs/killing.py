@@ -6,8 +6,6 @@ Where the system allows it, it lives among mounts of its own, so that it can hav
 else sees and that are gone with it.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

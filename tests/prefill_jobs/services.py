@@ -3,8 +3,6 @@
 Both count what they are asked, can refuse everything after the k-th request, and can take their time.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Documents added to a store: what is equal to what, which are refused, and the indexes beside it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

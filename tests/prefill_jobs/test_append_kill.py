@@ -2,8 +2,6 @@
 earlier or the longer one all the while.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What is wrong with a store in a bucket, or stands in its way, is named, and spoils nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A store that went through a bucket is the store that it was; what breaks off on the way, a rerun mends."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

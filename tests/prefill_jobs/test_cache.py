@@ -1,7 +1,5 @@
 """What was fetched stays within its bound: what was used longest ago leaves, and never what is in use."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

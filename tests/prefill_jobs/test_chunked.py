@@ -2,8 +2,6 @@
 tokens as fit a card, as ever on a CPU; what was begun goes on as it was begun.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

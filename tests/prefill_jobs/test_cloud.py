@@ -1,7 +1,5 @@
 """The cloud recipes say what the commands, the package and the shell understand."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """A collection holds the documents of a folder as they are, however often its making is interrupted."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

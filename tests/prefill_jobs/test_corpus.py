@@ -1,7 +1,5 @@
 """A corpus: text of every kind is read as people see it, and all else is refused or skipped by name."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket

@@ -1,7 +1,5 @@
 """PDF and Word documents: their text in its order, and a reason for each that has none to give."""
 
-from __future__ import annotations
-
 import io
 import sys
 import zipfile

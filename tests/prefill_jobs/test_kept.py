@@ -1,7 +1,5 @@
 """What several processes keep in one folder is made once, and whole."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

@@ -1,7 +1,5 @@
 """A prefill and its indexes, killed with SIGKILL at any moment and run again, end as if never interrupted."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Several corpora in one run, and stores that are prefilled straight into a bucket."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

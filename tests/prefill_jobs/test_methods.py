@@ -1,7 +1,5 @@
 """Sparse prefill: what each method chooses, by its definition, and what becomes of the choice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

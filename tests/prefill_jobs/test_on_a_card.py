@@ -1,7 +1,5 @@
 """A prefill on a card: what stays there, what comes and what is written behind it change no bit."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

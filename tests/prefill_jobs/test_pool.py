@@ -1,7 +1,5 @@
 """A batch on machines that are lost at random: Ray is made up, the rest is what runs on a cluster."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Corpora spread over Ray workers: the driver with made-up workers, and a real local cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Promises of the selectors that forget, against a simulation that lets one token in at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain, pairwise
 from math import inf

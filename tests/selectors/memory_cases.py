@@ -1,7 +1,5 @@
 """Hosts over random keys: any head dimension and dtype, and many blocks of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -2,8 +2,6 @@
 their own.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """H2O keeps half heavy hitters by the sum of their attention, half recent; TOVA drops the least attended."""
 
-from __future__ import annotations
-
 import operator
 from itertools import pairwise
 

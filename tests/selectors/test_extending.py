@@ -1,7 +1,5 @@
 """The selector that docs/extending.md shows is one: its code and its test are run as they stand there."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mass=p`: the smallest k that holds a share of the attention, exactly and by estimate."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

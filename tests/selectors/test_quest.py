@@ -1,7 +1,5 @@
 """Quest against its definition, with bounds of every kind; and its two-stage form against the oracle."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """Each selector against its contract and its definition; and that adding one takes one file."""
 
-from __future__ import annotations
-
 import re
 from typing import ClassVar
 

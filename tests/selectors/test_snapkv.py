@@ -1,7 +1,5 @@
 """SnapKV: the question's last tokens vote once, neighbours share their highest vote."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import max_pool1d

@@ -1,7 +1,5 @@
 """The estimate of the unselected tail against dense attention, naive formulas and many seeds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

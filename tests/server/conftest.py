@@ -1,7 +1,5 @@
 """A tiny model, two stores that it prefilled, and a service over them."""
 
-from __future__ import annotations
-
 import queue
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A service without a model: it answers with what it was told, a character a token, from its own threads."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

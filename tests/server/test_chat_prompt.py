@@ -1,7 +1,5 @@
 """Messages to tokens: those of the engine's own conversations, for every kind of tokenizer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers held to a grammar: whatever a model would say, what it writes fits, and ends where it is whole."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

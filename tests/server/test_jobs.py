@@ -2,8 +2,6 @@
 it matters how a job begins, waits and ends.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """What a server holds: models one after another, stores while they are used, nothing of what was replaced."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A client's text that is stored is found, whatever stands at its seams, and nothing else ever is."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 which hold nothing that looks like another line.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

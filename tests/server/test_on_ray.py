@@ -1,7 +1,5 @@
 """Servers on a Ray cluster: what needs none, and a real one on this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Real answers over the wire: a tiny model, its stores, and the clients that people use."""
 
-from __future__ import annotations
-
 import json
 import math
 

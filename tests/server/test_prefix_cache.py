@@ -1,7 +1,5 @@
 """Remembered turns: the longest beginning, bounded in bytes, and nothing that cannot be taken back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

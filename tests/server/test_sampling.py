@@ -1,7 +1,5 @@
 """Picking tokens: greedy as the engine, OpenAI's penalties and biases, seeds, log-probabilities."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

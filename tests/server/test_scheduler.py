@@ -1,7 +1,5 @@
 """Continuous batching: an answer is that of `Engine.answer`, whoever else is answered; and nobody starves."""
 
-from __future__ import annotations
-
 import gc
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The text of an answer as it comes: stop strings, characters, and white space at its ends."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

@@ -1,7 +1,5 @@
 """A server under clients that come, ask at random and leave: what it withstands, and gives back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

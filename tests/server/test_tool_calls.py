@@ -1,7 +1,5 @@
 """Calls of tools: read as they come, in each form that templates have, and forced by a grammar."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Stores that are deleted and appended to while they are being answered from."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import threading

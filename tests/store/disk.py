@@ -3,8 +3,6 @@
 Renames are atomic, as journals make them. A file that was never flushed may have its name and no bytes.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

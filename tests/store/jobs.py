@@ -1,7 +1,5 @@
 """Small prefill jobs with random keys and values, and what their stores must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

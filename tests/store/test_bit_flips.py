@@ -1,7 +1,5 @@
 """A thousand bit flips over a store and its indexes, and other harm: `verify` finds each and names it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Compressed stores: what is written of every row, what it cost, and that no interruption changes either."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A store that begins as another has the bytes of one that was written at once; what layers keep."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from itertools import pairwise

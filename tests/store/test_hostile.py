@@ -2,8 +2,6 @@
 text without end. Each is refused in a sentence, at once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A store in memory answers as the store on disk that was written from the same arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Neighbours: whoever reads meets one whole store, whoever writes is alone, or a sentence says so."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A power cut takes what was not flushed, in any order; what was committed before is there."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The stand-in for a device keeps the rules of one."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

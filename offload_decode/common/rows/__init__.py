@@ -1,7 +1,5 @@
 """Stored rows and the compiled loops over them: codecs, scores, copies, threads."""
 
-from __future__ import annotations
-
 import os
 
 from offload_decode.common.errors import NotCompiled

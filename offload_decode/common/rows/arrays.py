@@ -1,7 +1,5 @@
 """Checks and views of the stored keys that every index meets."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from typing import Any

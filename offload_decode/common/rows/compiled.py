@@ -1,7 +1,5 @@
 """Building blocks of compiled loops: the processor's instructions, floats from bits, an exponential."""
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

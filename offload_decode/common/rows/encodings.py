@@ -5,8 +5,6 @@ with the even number in the low half, each stored with 8 added. A code c stands 
 one piece of memory, so that fetching a row touches no second one. Plain rows are arrays of floats.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compiled loops over one stored row, given by `scan.bits` and `scan.layout`: callers check its number."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

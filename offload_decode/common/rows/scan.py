@@ -5,8 +5,6 @@ complement of the id. So the order of candidates is (score descending, id ascend
 integer partition and sort give the same hits on every machine for the same scores.
 """
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

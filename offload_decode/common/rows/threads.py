@@ -1,7 +1,5 @@
 """The persistent threads that compiled loops run on, one a core."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """The best of many candidates, by digits of their scores: comparisons would be guessed wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

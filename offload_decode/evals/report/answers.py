@@ -1,7 +1,5 @@
 """The parts of the report about a run that asked questions."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What parts of the report are made of: notes (plain texts), tables, figures, for `page.html.jinja`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

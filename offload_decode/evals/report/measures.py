@@ -1,7 +1,5 @@
 """The parts of the report about likelihoods, sparsity, needle grids and fidelity."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A part of the page is a title with blocks: notes, tables, figures, examples, pai
 text is escaped by the template, and what cannot be seen in it is spelled out: models may have written it.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

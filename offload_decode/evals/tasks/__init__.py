@@ -1,7 +1,5 @@
 """Eval tasks by name."""
 
-from __future__ import annotations
-
 from offload_decode.evals.tasks import aggregate, facts, ruler, ruler_qa
 from offload_decode.evals.tasks.base import Task
 

@@ -5,8 +5,6 @@ them (compare Oolong, arXiv 2511.02817, The Sparse Frontier, arXiv 2504.17768, a
 arXiv 2604.08426). Prose stands between the facts, and so do facts of other kinds that look alike.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

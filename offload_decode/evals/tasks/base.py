@@ -4,8 +4,6 @@ Every text has a control, the same without what the questions ask for: a model t
 read the answer from the text. `guess` answers from the question alone, which is what chance comes to.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string

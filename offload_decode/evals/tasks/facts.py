@@ -5,8 +5,6 @@ Records of keys and values are after Liu et al. (arXiv 2307.03172, section 4); t
 (arXiv 2404.06654, section 3.3), cut into pieces.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import ClassVar

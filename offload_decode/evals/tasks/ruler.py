@@ -2,8 +2,6 @@
 words to count (3.3), under the names that its code gives them. Its questions about documents: `ruler_qa`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

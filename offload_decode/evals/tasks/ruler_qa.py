@@ -3,8 +3,6 @@
 Questions and documents are from SQuAD's or HotpotQA's files, or a small set of our own (`questions.json`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Words for keys and values, of `words.txt`: tasks draw those that the demo model was not trained on."""
 
-from __future__ import annotations
-
 import random
 import string
 import uuid

@@ -1,7 +1,5 @@
 """The app: routes, what stands in front of them, and how errors leave it."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import ipaddress

@@ -1,7 +1,5 @@
 """`/v1/chat/completions`: the next message of a conversation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial

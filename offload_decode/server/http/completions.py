@@ -2,8 +2,6 @@
 in vLLM's shapes, so that clients that count tokens need no tokenizer of their own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial

@@ -2,8 +2,6 @@
 openai's own types.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator

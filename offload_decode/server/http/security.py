@@ -5,8 +5,6 @@ of its own that was pointed there (DNS rebinding); and what changes something is
 where they were let in, since browsers send forms across origins without asking.
 """
 
-from __future__ import annotations
-
 import hmac
 from dataclasses import dataclass
 from pathlib import Path

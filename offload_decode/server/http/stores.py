@@ -5,8 +5,6 @@ Nothing is fetched from anywhere: documents come with the request, and models ar
 already serves. Prefills and appends take long: they are jobs, whose id is answered at once.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import AsyncIterator

@@ -2,8 +2,6 @@
 as a whole or as server-sent events to the client, until it has them all or hangs up: a disconnect cancels.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Texts that tasks draw from a filler which says nothing."""
 
-from __future__ import annotations
-
 import random
 
 from offload_decode.evals import tasks

@@ -1,7 +1,5 @@
 """Tasks that need much of a text: what is asked is so in the text, and nothing else is scored as right."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """RULER's tasks hold what its definitions say: so many needles, hops and words, and as long as asked for."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

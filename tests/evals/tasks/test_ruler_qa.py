@@ -1,7 +1,5 @@
 """Questions about documents: the gold ones are in the text, not in the control; files are never trusted."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Scores are what their sources define: RULER's string match, and SQuAD's exact match and F1."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

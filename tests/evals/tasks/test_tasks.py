@@ -1,7 +1,5 @@
 """Tasks: facts are where they were asked to be, the control has none, a seed decides, lengths are kept."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

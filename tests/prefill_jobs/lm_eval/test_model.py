@@ -1,7 +1,5 @@
 """lm-eval gets from stores what its own model of transformers gives it, where nothing is left out."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

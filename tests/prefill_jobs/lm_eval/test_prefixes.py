@@ -1,7 +1,5 @@
 """Groups of contexts hold all of them, and store only what all members begin with."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

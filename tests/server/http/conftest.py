@@ -1,7 +1,5 @@
 """An app behind uvicorn on a loopback port, in a thread, for clients as people use them."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

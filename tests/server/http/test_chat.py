@@ -1,7 +1,5 @@
 """`/v1/chat/completions`, asked by the client that people use."""
 
-from __future__ import annotations
-
 import json
 import math
 

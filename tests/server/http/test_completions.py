@@ -1,7 +1,5 @@
 """`/v1/completions` as `openai` and `lm-eval` ask it, `/v1/models`, and the routes that count tokens."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

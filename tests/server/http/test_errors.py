@@ -1,7 +1,5 @@
 """`/health`, `/metrics`, and the ids and lines of requests."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

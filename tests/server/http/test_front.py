@@ -1,7 +1,5 @@
 """A front over replicas that are made up: who is asked, what is sent on, and what a lost one costs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping

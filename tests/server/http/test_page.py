@@ -1,7 +1,5 @@
 """The page, in Chromium where it is installed: people ask by mouse, by keyboard and by screen reader."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`/v1/responses`, asked by the `openai` package."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

@@ -1,7 +1,5 @@
 """The OpenAPI document is true: requests made from it, right and wrong ones, are answered as it says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Who may ask, how much is read, and what is told of the server."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator
 

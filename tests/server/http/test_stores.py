@@ -1,7 +1,5 @@
 """Stores over the wire: made of texts and files, listed, appended to and deleted."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tools and grammars through the whole server, as the `openai` package asks for them."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """The page: pick a corpus, ask, and see what the answer attended to. Plain files, served as they are."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 from fastapi import APIRouter, HTTPException, Response

@@ -3,8 +3,6 @@
 An inner product is at most the product of the two lengths (Cauchy-Schwarz).
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Self
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Evenly: a chunk attends to earlier tokens at even distances."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

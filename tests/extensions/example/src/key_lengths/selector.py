@@ -1,7 +1,5 @@
 """Longest keys: those with the largest length, whatever is asked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
