@@ -1,4 +1,9 @@
-"""Vector search over the keys of one (layer, KV head): maximum inner product, numpy in and numpy out."""
+"""Vector search over the keys of one (layer, KV head): maximum inner product, numpy in and numpy out.
+
+`base` (`VectorIndex`), `approximate` (what kinds share that are tuned: `ApproximateIndex`), `registry` (a
+line a kind), `flat`, `faiss`, `hnswlib`, `clusters/` (the default), `files`. It may import `common`; no
+torch, no model.
+"""
 
 if __name__ != "offload_decode.indexes":
     raise ImportError(f"import offload_decode.indexes: as {__name__} its modules would exist twice")

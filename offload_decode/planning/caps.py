@@ -233,6 +233,6 @@ def _request(config: EngineConfig, built: str) -> Workload:
         index=index if index in kinds() else built,
         metadata=metadata if metadata in PAGE_METADATA else "fp16",
         page_size=int(page) if page.isdecimal() and int(page) else 16,
-        budget=str(options.get("budget", "1024")),
+        budget=str(options.get("budget", Workload.budget)),
         dense_layers=None if dense is None else str(dense),
     )

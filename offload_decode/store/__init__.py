@@ -1,4 +1,9 @@
-"""The KV store on disk: what a prefill writes once and every question reads (layout: `docs/formats.md`)."""
+"""The KV store on disk: what a prefill writes once and every question reads (layout: `docs/formats.md`).
+
+`format` (the manifest), `layout` (what lies where), `writer`, `reader` (`KVStore`), `opening` (checks),
+`growth` (appends), `memory` (a store without files). It may import `attention` and what lies below it; no
+torch, no model.
+"""
 
 from offload_decode.store.base import Store
 from offload_decode.store.format import FORMAT_VERSION, Manifest, token_hash

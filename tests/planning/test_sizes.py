@@ -10,6 +10,7 @@ from offload_decode.models.size_estimate import outline, outline_of
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import traffic
 from offload_decode.planning.sizes import KV, Workload
+from offload_decode.selectors.base import SelectorOptions
 from offload_decode.store.format import stored_types
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 from tests.planning.outlines import llama_8b
@@ -178,3 +179,7 @@ def test_recurrent_states_are_counted_by_sequence():
     assert sizes.states_bytes(shape, 1) == 4 * 2 * (6 * 4 * 2 + 2 * 3 * 5 * 4)
     assert sizes.states_bytes(shape, 8) == 25 * 2 * (6 * 4 * 2 + 2 * 3 * 5 * 4)
     assert sizes.states_bytes(llama_8b().shape, 8) == 0
+
+
+def test_the_default_budget_is_that_of_the_selectors():
+    assert Workload(1).budget == SelectorOptions().budget
