@@ -64,7 +64,8 @@ def configure(style: Literal["text", "json"] = "text", stream: TextIO | None = N
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """What a record says beyond its message: its own fields, or the id of the request it belongs to."""
     of_request = {name: value for name, value in log_fields().items() if name == "request_id"}
-    return getattr(record, "fields", of_request)
+    own = getattr(record, "fields", None)
+    return of_request if own is None else own
 
 
 def _when(record: logging.LogRecord) -> str:

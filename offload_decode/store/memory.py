@@ -18,12 +18,74 @@ from offload_decode.types import LayerKind, ModelShape
 Layers = Sequence[Sequence[Array]] | Array
 
 
-class _ArrayStore:
-    """What `MemoryStore` and `EmptyStore` answer."""
+class MemoryStore:
+    """Implements `offload_decode.store.base.Store` over arrays: its methods are those of `KVStore`; what a
+    prefill derives is made at first use by the writer's functions. It has no tokens, documents and recurrent
+    states, and no indexes lie beside it: `topk` searches all keys.
+
+    keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
+    `common.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
+    `[layers, Hkv, N, D]`. Values have a width of their own; those of latents are their keys. Contiguous rows
+    are not copied. Sliding layers are plain, and only their last window is read. queries:
+    `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for. dtype: the model's, where
+    the keys are encoded.
+
+    Raises `ConfigError` where the arrays do not fit the shape.
+    """
 
     path = Path("in-memory.kv")
 
-    def __init__(self, manifest: Manifest, keys: Layers, values: Layers, queries: Layers | None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        keys: Layers,
+        values: Layers,
+        *,
+        queries: Layers | None = None,
+        page_size: int = 16,
+        dtype: str = "float32",
+    ) -> None:
+        first = _first("keys", keys, shape), _first("values", values, shape)
+        tokens, kv = len(first[0]), dict(zip(("keys", "values"), map(name_of, first), strict=True))
+        dtype = dtype if encoding_of(first[0]) else kv["keys"]
+        if dtype not in DTYPES or not {*kv.values()} <= {dtype, INT8, INT4}:
+            raise ConfigError(
+                f"keys are {kv['keys']} and values {kv['values']}: each must be encoded rows or in the "
+                f"model's dtype, one of {', '.join(DTYPES)}"
+            )
+        for kind, layers in (("keys", keys), ("values", values)):
+            for layer, own in enumerate(shape.layers):
+                stored = kv[kind] if own.kind is LayerKind.FULL else dtype
+                dim = own.key_dim if kind == "keys" else own.value_dim
+                _check(kind, layer, layers, [((tokens, dim), stored)] * own.kv_heads)
+        samples, most = 1, tokens * shape.group
+        if queries is not None:
+            samples = len(_first("queries", queries, shape))
+            for layer in shape.full_layers:
+                _check("queries", layer, queries, [((samples, shape.head_dim), dtype)] * shape.kv_heads)
+        if not tokens or page_size < 1 or not 1 <= samples <= most:
+            raise ConfigError(
+                f"{tokens:,} tokens in pages of {page_size:,}, with {samples:,} queries of a KV head: a "
+                "store has at least one of each, and at most one query for each token and query head"
+            )
+        manifest = Manifest(
+            model_id="in memory",
+            model_config_hash="",
+            weights_hash="",
+            tokenizer_hash="",
+            dtype=dtype,
+            shape=shape,
+            rope={},
+            n_tokens=tokens,
+            token_hash="",
+            prefill={"method": "in memory"},
+            kv=kv,
+            page_size=page_size,
+            query_samples=samples,
+        )
+        self._hold(manifest, keys, values, queries)
+
+    def _hold(self, manifest: Manifest, keys: Layers, values: Layers, queries: Layers | None) -> None:
         self.manifest = manifest
         self._keys, self._values, self._queries = keys, values, queries
         self._heads = {
@@ -98,73 +160,7 @@ class _ArrayStore:
         return self._queries
 
 
-class MemoryStore(_ArrayStore):
-    """Implements `offload_decode.store.base.Store` over arrays: its methods are those of `KVStore`; what a
-    prefill derives is made at first use by the writer's functions. It has no tokens, documents and recurrent
-    states, and no indexes lie beside it: `topk` searches all keys.
-
-    keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
-    `common.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
-    `[layers, Hkv, N, D]`. Values have a width of their own; those of latents are their keys. Contiguous rows
-    are not copied. Sliding layers are plain, and only their last window is read. queries:
-    `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for. dtype: the model's, where
-    the keys are encoded.
-
-    Raises `ConfigError` where the arrays do not fit the shape.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        keys: Layers,
-        values: Layers,
-        *,
-        queries: Layers | None = None,
-        page_size: int = 16,
-        dtype: str = "float32",
-    ) -> None:
-        first = _first("keys", keys, shape), _first("values", values, shape)
-        tokens, kv = len(first[0]), dict(zip(("keys", "values"), map(name_of, first), strict=True))
-        dtype = dtype if encoding_of(first[0]) else kv["keys"]
-        if dtype not in DTYPES or not {*kv.values()} <= {dtype, INT8, INT4}:
-            raise ConfigError(
-                f"keys are {kv['keys']} and values {kv['values']}: each must be encoded rows or in the "
-                f"model's dtype, one of {', '.join(DTYPES)}"
-            )
-        for kind, layers in (("keys", keys), ("values", values)):
-            for layer, own in enumerate(shape.layers):
-                stored = kv[kind] if own.kind is LayerKind.FULL else dtype
-                dim = own.key_dim if kind == "keys" else own.value_dim
-                _check(kind, layer, layers, [((tokens, dim), stored)] * own.kv_heads)
-        samples, most = 1, tokens * shape.group
-        if queries is not None:
-            samples = len(_first("queries", queries, shape))
-            for layer in shape.full_layers:
-                _check("queries", layer, queries, [((samples, shape.head_dim), dtype)] * shape.kv_heads)
-        if not tokens or page_size < 1 or not 1 <= samples <= most:
-            raise ConfigError(
-                f"{tokens:,} tokens in pages of {page_size:,}, with {samples:,} queries of a KV head: a "
-                "store has at least one of each, and at most one query for each token and query head"
-            )
-        manifest = Manifest(
-            model_id="in memory",
-            model_config_hash="",
-            weights_hash="",
-            tokenizer_hash="",
-            dtype=dtype,
-            shape=shape,
-            rope={},
-            n_tokens=tokens,
-            token_hash="",
-            prefill={"method": "in memory"},
-            kv=kv,
-            page_size=page_size,
-            query_samples=samples,
-        )
-        super().__init__(manifest, keys, values, queries)
-
-
-class EmptyStore(_ArrayStore):
+class EmptyStore(MemoryStore):
     """A store of 0 tokens, as `manifest` states, for a conversation with the bare model."""
 
     path = Path("empty.kv")
@@ -174,7 +170,7 @@ class EmptyStore(_ArrayStore):
         layers, dtype = manifest.shape.layers, manifest.numpy_dtype
         keys = [[np.zeros((0, own.key_dim), dtype)] * own.kv_heads for own in layers]
         values = [[np.zeros((0, own.value_dim), dtype)] * own.kv_heads for own in layers]
-        super().__init__(manifest, keys, values, queries=keys)
+        self._hold(manifest, keys, values, queries=keys)
         self.query_positions = self.query_heads = np.zeros(0, np.int64)
 
 

@@ -213,16 +213,21 @@ def pull(
     sums, listed = store_sums(bucket)
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
     index_sums = parse_sums(bucket, found) if found else {}
-    root = path if is_store else partial / STORE
-    items = _to_pull(bucket, bucket.name, root, sums)
-    items += _to_pull(bucket, bucket.indexes, indexes_folder(path), index_sums)
+
+    def items_in(root: Path) -> list[Item]:
+        own = _to_pull(bucket, bucket.name, root, sums)
+        return own + _to_pull(bucket, bucket.indexes, indexes_folder(path), index_sums)
+
     if is_store:
+        items = items_in(path)
         if not _is_exactly(path, bucket, listed, items, progress):
             refuse_existing(path, partial)
         remove_left(partial)
         return Transfer(0, 0, len(items), size_of(items), time.perf_counter() - began)
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)
+        root = partial / STORE
+        items = items_in(root)
         admit(size_of(items))
         files.remove(partial / PARTS)
         (partial / PARTS).mkdir()

@@ -205,7 +205,8 @@ def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn(log)
     out = log("json")
     logging.getLogger("uvicorn.error").info("Started")
     logging.getLogger("httpx").info("chatter")
-    assert [json.loads(text)["message"] for text in out.getvalue().splitlines()] == ["Started"]
+    logging.getLogger("httpx").warning("odd", extra={"fields": None})
+    assert [json.loads(text)["message"] for text in out.getvalue().splitlines()] == ["Started", "odd"]
 
 
 def test_an_exception_stays_in_its_line(log):

@@ -96,22 +96,32 @@ class AskBody(Body):
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
 
+    @property
+    def answers(self) -> int:
+        """How many are wanted."""
+        return 1
+
+    def sampling(self) -> dict[str, Any]:
+        """Further fields of `Generation`."""
+        return {}
+
     def ask_options(
-        self, settings: Settings, id: str, most: int | None, top: int | None, grammar: Any, **more: Any
+        self, settings: Settings, id: str, most: int | None, top: int | None, grammar: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """The fields of `AskOptions`; `most`, `top`, `grammar` and `more` are for its `Generation`."""
+        """The fields of `AskOptions`; `most`, `top` and `grammar` as `Generation` has them."""
         generation = Generation(
             max_tokens=most,
             top_logprobs=top,
             grammar=grammar,
             temperature=settings.temperature if self.temperature is None else self.temperature,
             top_p=settings.top_p if self.top_p is None else self.top_p,
-            **more,
+            **self.sampling(),
         )
         return {
             "id": id,
             "model": self.model,
             "generation": generation,
+            "n": self.answers,
             "selector": self.selector,
             "options": self.options,
             "deadline_s": self.deadline,
@@ -134,22 +144,18 @@ class AnswerBody(AskBody):
 
     @property
     def answers(self) -> int:
-        """How many are wanted."""
         return self.n or 1
 
-    def ask_options(self, *shared: Any, **more: Any) -> dict[str, Any]:
+    def sampling(self) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        fields = super().ask_options(
-            *shared,
-            seed=None if self.seed is None else self.seed % 2**63,
-            stop=tuple(filter(None, stop)),
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            ignore_end=self.ignore_eos,
-            **more,
-        )
-        return {**fields, "n": self.answers}
+        return {
+            "seed": None if self.seed is None else self.seed % 2**63,
+            "stop": tuple(filter(None, stop)),
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "ignore_end": self.ignore_eos,
+        }
 
 
 class Cost(BaseModel):
