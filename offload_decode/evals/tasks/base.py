@@ -196,7 +196,7 @@ class HiddenFacts(Task):
         return self.sample(rng).questions[0].response
 
     def context(self, rng: random.Random, material: Material) -> Context:
-        """The facts at places drawn afresh in a haystack with room for them; as control, haystack alone."""
+        """The facts at places drawn afresh; the control has more of the haystack instead of them."""
         episode = self.sample(rng)
         whole = material.tokens - (material.count(self.instruction) if self.instruction else 0)
         room = whole - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)

@@ -46,6 +46,16 @@ def test_a_depth_outside_the_text_is_refused() -> None:
         Needle().hide(random.Random(0), FILLER, 1.5)
 
 
+@pytest.mark.parametrize("name", HIDDEN)
+def test_the_score_is_one_for_the_answers_and_less_for_others(name: str) -> None:
+    task = HIDDEN[name]
+    (_, asked), (_, other) = (task.hide(random.Random(seed), FILLER, 0.5) for seed in (1, 2))
+    assert task.score(asked, " " + ", ".join(asked.answers)) == 1
+    assert task.score(asked, asked.text.replace("?", " is what I do not know.")) == 0
+    assert task.score(asked, " " + ", ".join(other.answers)) < 1
+    assert asked != other
+
+
 def test_a_seed_decides_what_is_hidden() -> None:
     first, again, other = (Needle().hide(random.Random(seed), FILLER, 0.3) for seed in (4, 4, 5))
     assert first == again != other
