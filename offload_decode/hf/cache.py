@@ -100,7 +100,8 @@ class CorpusCache(RecurrentCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Stored and generated tokens."""
-        return int(self._keyed[layer_idx].get_seq_length())
+        layer = self._keyed[layer_idx]
+        return int(layer.prefix.length + layer.tail.length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The keys that a mask covers, and where they begin: every query may see the rest of the prefix."""
@@ -180,7 +181,7 @@ class CorpusCache(RecurrentCache):
 
     def begin(self, rows: int, tokens: int) -> None:
         """A pass of so many sequences and tokens begins."""
-        length = self.tail_length
+        length = self.tails[0].tail.length
         self.begun = threading.get_ident(), length, length + tokens
         if self.recurrent:
             self.mark_states(length, rows, tokens)

@@ -49,13 +49,14 @@ def activate(model: Any) -> None:
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if (cache := cache_in(given)) is not None:
+    kind: Any = type(decoder)
+    if (cache := given.get(cache_name(kind))) is None and (cache := cache_in(given)) is not None:
         given = in_its_name(decoder, given)
     if not isinstance(cache, CorpusCache | PackedCache):
         RUNNING.current = Pass()
         _check_kept(decoder, given)
         return None
-    if not isinstance(cache, wanted := cache_class(type(decoder))):  # type: ignore[arg-type]
+    if not isinstance(cache, wanted := cache_class(kind)):
         cache.__class__ = _both(PackedCache if isinstance(cache, PackedCache) else CorpusCache, wanted)
     packed = isinstance(cache, PackedCache)
     _check_model(decoder, given, [segment.cache for segment in cache.segments] if packed else [cache])

@@ -19,7 +19,7 @@ from offload_decode.common.errors import ConfigError, ModelError
 from offload_decode.common.memory import lifted
 from offload_decode.config import STREAMED
 from offload_decode.hf.cache import CorpusCache
-from offload_decode.hf.compat import DTYPES, check_alone, check_dtype, pick_device, stored_dtype, with_cache
+from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device, stored_dtype
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, logits_after
 from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
@@ -130,7 +130,7 @@ class LoadedModel:
                 position_ids=padding and padding.positions,
                 use_cache=True,
                 output_attentions=False,
-                **with_cache(module, cache),
+                **{cache_name(type(module)): cache},  # type: ignore[arg-type]
                 **more,
             )
 

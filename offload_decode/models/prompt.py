@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 
 def encode(tokenizer: Any, text: str, letters: bool = False) -> list[int]:
-    """Token ids of a template; special tokens in it are recognised, or `letters`, and none are added."""
+    """Token ids of a text; special tokens in it are recognised, or plain `letters`, and none are added."""
     # A tokenizer's defaults may differ, so they are passed each time.
     options = {"add_special_tokens": False, "split_special_tokens": letters, "verbose": False}
     try:

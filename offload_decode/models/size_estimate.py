@@ -3,10 +3,10 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -156,8 +156,7 @@ def _parsed(stored: Any) -> Outline:
     shape, *numbers, (switches, grows, table) = stored
     lengths = Lengths(tuple(map(int, switches)), *(one and int(one) for one in (grows, table)))
     found = replace(Outline("", shape_from(shape, FORMAT_VERSION, DTYPES), *numbers), lengths=lengths)
-    types = {"str": str, "int": int, "float": float, "ModelShape": ModelShape, "Lengths": Lengths}
-    if any(type(getattr(found, field.name)) is not types[str(field.type)] for field in fields(found)):
+    if any(type(getattr(found, name)) is not kind for name, kind in get_type_hints(Outline).items()):
         raise TypeError("not an outline")
     return found
 
