@@ -159,8 +159,15 @@ def summary(report: BuildReport, verb: str = "built") -> str:
         f"{report.folder}: {report.heads:,} heads ({report.built:,} {verb}{kept}), "
         f"{output.size(report.bytes)}, in {output.duration(report.seconds)}"
         f"; recall{at} {report.recall:.3f} on average, {report.lowest_recall:.3f} for the worst head"
-        f"{f'; {tuned}' if tuned else ''}"
+        f"{attention(report.mass, report.best)}{f'; {tuned}' if tuned else ''}"
     )
+
+
+def attention(mass: float | None, best: float | None) -> str:
+    """What is found of the attention to the exact top-k, where it was measured."""
+    if mass is None or best is None:
+        return ""
+    return f"; {mass:.2%} of the attention to them, the best key for {best:.2%} of the queries"
 
 
 def _span(value: object) -> str:

@@ -150,7 +150,8 @@ def _documents(store: KVStore) -> list[list[str]]:
 
 
 def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
-    rows = [["index", "size", "heads", "recall measured", "worst head", "tuned to a full scan"]]
+    columns = "index, size, heads, recall measured, worst head, attention, best key, tuned to a full scan"
+    rows = [columns.split(", ")]
     for found in indexes:
         whole = found.heads == found.heads_in_all
         heads = f"{found.heads:,}" if whole else f"{found.heads:,} of {found.heads_in_all:,}, unfinished"
@@ -159,7 +160,8 @@ def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
         lowest = "" if found.lowest_recall is None else f"{found.lowest_recall:.3f}"
         scans = f"{found.full_scans:,} heads" if found.full_scans else ""  # where an index saves nothing
         scans = "all heads" if scans and found.full_scans == found.heads else scans
-        rows.append([found.kind, output.size(found.bytes), heads, mean, lowest, scans])
+        shares = ["" if share is None else f"{share:.2%}" for share in (found.mass, found.best)]
+        rows.append([found.kind, output.size(found.bytes), heads, mean, lowest, *shares, scans])
     return rows
 
 

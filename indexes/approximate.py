@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from offload_decode.indexes import files
 from offload_decode.indexes.base import (
     FROM_KEYS,
     FROM_QUERIES,
+    LOSS,
     Hits,
     RecallRecord,
     StrPath,
@@ -33,41 +34,86 @@ from offload_decode.indexes.base import (
 )
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex
 
-_MAX_QUERIES = 512  # half chooses, half measures: a standard error near 0.01 at worst
+_MAX_QUERIES = 1024  # half chooses, half measures: a standard error near 0.01 at worst
+_LOST = 1  # of the queries to choose by: so many may lose attention
 _KEY_SAMPLE = 256
 _TIE = 1e-5  # relative; scores of one key from two loops differ by summation order
 
 
-def tune(
-    index: ApproximateIndex, flat: FlatIndex, queries: npt.NDArray[Any] | None, k: int, target: float
-) -> RecallRecord | None:
-    """The first value of the ladder whose recall@k on one half of the queries reaches `target`, with the
-    recall of the other half. A sample of the keys stands in for missing queries. None for an empty index.
+class Sample(NamedTuple):
+    """Queries `[Q, D]` to choose a parameter by, and others to report on; `source` as in `RecallRecord`."""
+
+    source: str
+    choose: Float32
+    report: Float32
+
+    @property
+    def queries(self) -> Float32 | None:
+        """Real queries to build by; None where keys stand in for them."""
+        return self.choose if self.source == FROM_QUERIES else None
+
+
+def sampled(keys: Keys, queries: npt.NDArray[Any] | None) -> Sample:
+    """Every other one of some of the queries to choose by, the others to report on. A sample of the keys
+    stands in for missing queries.
     """
+    dim = encodings.dim(keys)
+    if queries is not None and len(queries):
+        source, rows = FROM_QUERIES, check_queries(_spread(queries, _MAX_QUERIES), dim)
+    else:
+        source, rows = FROM_KEYS, check_queries(encodings.decode(_spread(keys, _KEY_SAMPLE)), dim)
+    return Sample(source, rows[0::2], rows[1::2] if len(rows) > 1 else rows)
+
+
+def tune(index: ApproximateIndex, sample: Sample, k: int, target: float) -> RecallRecord | None:
+    """The first value of the ladder whose recall@k reaches `target` for the queries to choose by and, unless
+    that takes a scan of all keys, at which at most one real query loses attention; with what it finds for the
+    others. None for an empty index.
+    """
+    flat = index.flat
     if len(flat) == 0:
         return None
     k = min(k, len(flat))
-    if queries is not None and len(queries):
-        source, sample = FROM_QUERIES, check_queries(_spread(queries, _MAX_QUERIES), flat.dim)
-    else:
-        source, sample = FROM_KEYS, encodings.decode(_spread(flat.keys, _KEY_SAMPLE))
-        sample = check_queries(sample, flat.dim)
-    choose, report = (sample[0::2], sample[1::2]) if len(sample) > 1 else (sample, sample)
-    truth = flat.search(choose, k)
-    ladder = index.ladder(k)
+    truth, scaling = flat.search(sample.choose, k), flat.dim**-0.5
+    ladder, reached = index.ladder(k), None
     for value in ladder:
-        if recall(index.search_at(choose, k, value), truth) >= target:
+        found = quality(index.search_at(sample.choose, k, value), truth, scaling)
+        if reached is None and found.recall >= target:
+            reached = value
+        lost = 0 if sample.source == FROM_KEYS else found.lost * len(sample.choose)
+        if reached is not None and lost <= _LOST:
             break
-    measured = recall(index.search_at(report, k, value), flat.search(report, k))
-    full_scan = value == ladder[-1]
-    return RecallRecord(target, k, measured, len(report), source, index.parameter, value, full_scan)
+    if reached is not None and value >= index.scan_from:
+        value = reached
+    found = quality(index.search_at(sample.report, k, value), flat.search(sample.report, k), scaling)
+    tuned = target, k, found.recall, len(sample.report), sample.source, index.parameter, value
+    attention = found[1:] if sample.source == FROM_QUERIES else ()
+    return RecallRecord(*tuned, value == ladder[-1], *attention)
 
 
-def recall(hits: Hits, truth: Hits) -> float:
-    """Mean share of the true top-k `[G, k]` that was found; a key that ties with the k-th counts as found."""
-    worst = truth.scores[:, -1:]
+class Quality(NamedTuple):
+    """What a search found beside the exact one; as `RecallRecord` has it."""
+
+    recall: float
+    mass: float
+    lost: float
+    best: float
+
+
+def quality(hits: Hits, truth: Hits, scaling: float) -> Quality:
+    """Of the true top-k `[G, k]`, whose scores times `scaling` are logits; a key that ties with the k-th, or
+    with the best one, counts as found.
+    """
     tolerance = _TIE * np.abs(truth.scores).max(axis=1, keepdims=True)
-    return float(np.mean(hits.scores >= worst - tolerance))
+    top = truth.scores[:, :1]
+    found, exact = (np.exp((one.scores - top) * scaling).sum(axis=1) for one in (hits, truth))
+    mass = found / exact
+    return Quality(
+        recall=float(np.mean(hits.scores >= truth.scores[:, -1:] - tolerance)),
+        mass=float(np.mean(mass)),
+        lost=float(np.mean(mass < 1 - LOSS)),
+        best=float(np.mean(hits.scores[:, :1] >= top - tolerance)),
+    )
 
 
 def geometric(start: int, stop: int) -> list[int]:
@@ -125,8 +171,9 @@ class ApproximateIndex(VectorIndex):
         if queries is not None:
             check_queries(queries, encodings.dim(keys))
         index = cls(keys, keys_digest(keys) if digest is None else digest)
-        index._native = index._build_native()
-        index._tune(queries, k, target_recall)
+        sample = sampled(keys, queries)
+        index._native = index._build_native(sample.queries)
+        index._tune(sample, k, target_recall)
         return index
 
     def extended(self, keys: Keys, queries: npt.NDArray[Any] | None = None, *, digest: str) -> Self:
@@ -134,12 +181,13 @@ class ApproximateIndex(VectorIndex):
         if self.recall is None:  # it has no keys
             return self.build(keys, queries, digest=digest)
         index = type(self)(keys, digest)
-        index._native = index._extend_native(self)
-        index._tune(queries, self.recall.k, self.recall.target)
+        sample = sampled(keys, queries)
+        index._native = index._extend_native(self, sample.queries)
+        index._tune(sample, self.recall.k, self.recall.target)
         return index
 
-    def _tune(self, queries: npt.NDArray[Any] | None, k: int, target: float) -> None:
-        self.recall = tune(self, self.flat, queries, k, target)
+    def _tune(self, sample: Sample, k: int, target: float) -> None:
+        self.recall = tune(self, sample, k, target)
 
     def _search(self, queries: Float32, k: int) -> Hits:
         assert self.recall is not None, "an index with keys is tuned, or refused when it is loaded"
@@ -167,11 +215,13 @@ class ApproximateIndex(VectorIndex):
         """The smallest parameter value at which reading every key costs no more than the native search."""
 
     @abstractmethod
-    def _build_native(self) -> Any:
-        """The native index over all keys. Raises InvalidIndexInput for keys that are not finite."""
+    def _build_native(self, queries: Float32 | None) -> Any:
+        """The native index over all keys, for queries like these `[Q, D]`. Raises InvalidIndexInput for keys
+        that are not finite.
+        """
 
     @abstractmethod
-    def _extend_native(self, earlier: Self) -> Any:
+    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
         """The native index over all keys, from that of `earlier`, which stays. Raises as `_build_native`."""
 
     @abstractmethod

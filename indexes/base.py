@@ -22,6 +22,10 @@ SOURCES = FROM_QUERIES, FROM_KEYS = "prefill queries", "keys"
 """What a recall was measured on."""
 
 
+LOSS = 0.1
+"""The share of the attention to exact top-k beyond which a query counts as one that loses attention."""
+
+
 @dataclass(frozen=True, eq=False)
 class Hits:
     """The best keys of each query, by descending score; unused places hold id -1 and score -inf.
@@ -46,6 +50,10 @@ class RecallRecord:
     measured: mean recall@k over `queries` held-out queries. source: one of SOURCES, the keys where
     no queries were stored. parameter, value: the search parameter (`nprobe`, `ef`) chosen for `target`.
     full_scan: no smaller value reached the target than the one at which every key is read.
+
+    Beside exact top-k, of the queries: mass: the mean share of its attention (at a scaling of 1/sqrt(D)) that
+    the found keys have. lost: the share of queries for which it is below 1 - LOSS. best: the share of queries
+    whose best key was found. None where they were not measured: on keys, and by earlier versions.
     """
 
     target: float
@@ -56,6 +64,9 @@ class RecallRecord:
     parameter: str
     value: float
     full_scan: bool
+    mass: float | None = None
+    lost: float | None = None
+    best: float | None = None
 
 
 @dataclass(frozen=True)

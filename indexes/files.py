@@ -44,6 +44,10 @@ _RECALL: dict[str, Callable[[Any], bool]] = {
     "value": lambda value: type(value) in _NUMBER and 0 < value <= MAX_KEYS,
     "full_scan": lambda value: isinstance(value, bool),
 }
+_ATTENTION = ("mass", "lost", "best")  # of a recall, since they are measured
+_RECALL |= dict.fromkeys(
+    _ATTENTION, lambda value: value is None or (type(value) in _NUMBER and 0 <= value <= 1 + 1e-3)
+)
 
 
 def identity(kind: str, keys: Keys, digest: str) -> dict[str, Any]:
@@ -148,8 +152,8 @@ def recall_of(path: StrPath, body: dict[str, Any], field: str = "recall") -> Rec
     found = body.get(field)
     if found is None:
         return None
-    sane = isinstance(found, dict) and found.keys() == _RECALL.keys()
-    if not sane or not all(fits(found[name]) for name, fits in _RECALL.items()):
+    sane = isinstance(found, dict) and found.keys() | set(_ATTENTION) == _RECALL.keys()
+    if not sane or not all(_RECALL[name](value) for name, value in found.items()):
         raise IndexDamaged(f"{_metadata_path(path)} tells of a recall that cannot be; {_REBUILD}.")
     return RecallRecord(**found)
 

@@ -41,12 +41,12 @@ class HnswlibIndex(GraphIndex):
         super().__init__(keys, digest)
         self._one_ef = threading.Lock()  # hnswlib's ef belongs to the index, not to the search
 
-    def _build_native(self) -> Any:
+    def _build_native(self, queries: Float32 | None) -> Any:
         graph = hnswlib.Index(space="l2", dim=self.dim)
         graph.init_index(max_elements=max(1, len(self)), M=LINKS, ef_construction=CONSTRUCTION_EF)
         return self._linked(graph, 0)
 
-    def _extend_native(self, earlier: Self) -> Any:
+    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
         """The further keys are linked into the graph."""
         graph = _walked(earlier._native, "l2")
         graph.resize_index(max(1, len(self)))

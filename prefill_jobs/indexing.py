@@ -15,10 +15,11 @@ from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, IndexNotWritten, StoreBusy, StoreError, VectorIndexError
 from offload_decode.indexes import files as index_files
 from offload_decode.indexes import registry
-from offload_decode.indexes.base import RecallRecord, VectorIndex
+from offload_decode.indexes.base import FROM_KEYS, RecallRecord, VectorIndex
 from offload_decode.kv.indexes import (
     OLD,
     PARTIAL,
+    attention_of,
     examine,
     heads_of,
     index_path,
@@ -38,7 +39,8 @@ class BuildReport:
 
     `k` is None where nothing was measured; `recall` is the mean over heads, `lowest_recall` that of the worst
     head; both are 1 for an exhaustive index. `parameters`: the lowest and the highest search parameter that
-    the recall target took; `full_scans`: how many heads took a full scan of the keys.
+    the recall target took; `full_scans`: how many heads took a full scan of the keys. `mass`, `lost` and
+    `best`: means over heads of what `RecallRecord` has, None where nothing was measured.
     """
 
     kind: str
@@ -53,6 +55,9 @@ class BuildReport:
     lowest_recall: float
     parameters: dict[str, object]
     full_scans: int
+    mass: float | None = None
+    lost: float | None = None
+    best: float | None = None
 
 
 def build_indexes(
@@ -79,7 +84,9 @@ def build_indexes(
         """An index that was tuned for another target is built again."""
         if index is None or index.recall is None:
             return index
-        return index if (index.recall.target, index.recall.k) == (recall, min(k, len(index))) else None
+        own = index.recall
+        measured = own.mass is not None or own.source == FROM_KEYS  # not by an earlier version
+        return index if measured and (own.target, own.k) == (recall, min(k, len(index))) else None
 
     began = time.perf_counter()
     folder, staging = kind_folder(opened.path, kind), staging_folder(opened.path, kind)
@@ -141,6 +148,7 @@ def _report(
         lowest_recall=min(measured),
         parameters={tuned[0].parameter: (min(values), max(values))} if tuned else {},
         full_scans=sum(record.full_scan for record in tuned),
+        **attention_of(tuned),
     )
 
 

@@ -1,4 +1,9 @@
-"""Cells: a head's keys grouped by k-means, each as 4-bit codes of its difference from the cell's mean."""
+"""Cells: a head's keys grouped by k-means, each as 4-bit codes of its difference from the cell's mean.
+
+A key that queries score far above the rest of its cell is a cell of its own, whose bound is its exact score.
+An attention sink is one: its key is short, so that k-means puts it among ordinary keys, and for the queries
+that attend to it, it lies beyond the deviations at which a cell is pruned.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +29,18 @@ _LABELLED = 1 << 16  # keys at a time
 SAMPLE = 64  # training keys a cell
 ITERATIONS = 4
 _CHECKED = 1024  # cells at a time
+APART = 2.5  # standard deviations above its cell's mean at which a query misses a key, as cells are pruned
+_APART_SHARE = 1e-4  # of the attention that such queries pay to a key, on average over all queries
+_APART_CELLS = 8  # one such key for so many cells at most, and as many in any case
 LARGEST = 7  # codes are -7 to 7, stored with 8 added
+
+
+class Wanted(NamedTuple):
+    """What Q queries want most: `queries [Q, D]`, ids int64 and scores `[Q, k]` of their best keys."""
+
+    queries: Float32
+    ids: npt.NDArray[np.int64]
+    scores: Float32
 
 
 class Cells(NamedTuple):
@@ -82,8 +98,9 @@ def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     return -(-counts.astype(np.int64) // BLOCK)
 
 
-def build(keys: Keys) -> Cells:
-    """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite.
+def build(keys: Keys, wanted: Wanted | None = None) -> Cells:
+    """Cells of `keys [N, D]`, or `[N]` of encoded rows; with `wanted`, keys far from their cell along queries
+    that want them are cells of their own. Raises InvalidIndexInput unless the keys are finite.
 
     Beyond a segment they lie in temporary files, so that memory grows by only twelve bytes a key before the
     first segment and four from then on.
@@ -91,12 +108,12 @@ def build(keys: Keys) -> Cells:
     if len(keys) > MAX_KEYS:
         raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
     if len(keys) <= SEGMENT:
-        return _of_a_segment(keys)
+        return _of_a_segment(keys, wanted)
     with ExitStack() as open_:
         parts = {name: open_.enter_context(tempfile.TemporaryFile()) for name in Cells._fields}
         blocks = 0
         for segment in _segments(keys, np.arange(len(keys), dtype=np.int32)):
-            own = _of_a_segment(keys[segment])
+            own = _of_a_segment(keys[segment], wanted and _within(wanted, segment))
             moved = own._replace(
                 starts=blocks + own.starts[1 if blocks else 0 :],
                 ids=np.where(own.ids < 0, -1, segment[own.ids]),
@@ -132,8 +149,19 @@ def _mapped(file: IO[bytes], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return rows
 
 
-def _of_a_segment(keys: Keys) -> Cells:
+def _within(wanted: Wanted, segment: npt.NDArray[np.int32]) -> Wanted:
+    """With the places of keys in a segment, whose ids ascend, for ids; -1 for keys that are elsewhere."""
+    places = np.searchsorted(segment, wanted.ids).clip(max=len(segment) - 1)
+    return wanted._replace(ids=np.where(segment[places] == wanted.ids, places, -1))
+
+
+def _of_a_segment(keys: Keys, wanted: Wanted | None) -> Cells:
     used, labels = np.unique(_labels(keys), return_inverse=True)
+    if wanted is not None and len(keys):
+        counts = np.bincount(labels, minlength=len(used)).astype(np.int32)
+        apart = _apart(labels, *_moments(keys, labels, counts), wanted)
+        labels[apart] = len(used) + np.arange(len(apart))
+        used, labels = np.unique(labels, return_inverse=True)
     counts = np.bincount(labels, minlength=len(used)).astype(np.int32)
     means, variances = _moments(keys, labels, counts)
     starts = np.concatenate([[0], _blocks(counts).cumsum()])
@@ -143,6 +171,21 @@ def _of_a_segment(keys: Keys) -> Cells:
     ids[np.arange(len(keys)) + np.repeat(starts[:-1] * BLOCK - first, counts)] = order
     codes, scales = _encoded(keys, means, starts, ids)
     return Cells(starts, counts, means, variances, codes, scales, ids)
+
+
+def _apart(
+    labels: npt.NDArray[np.int64], means: Float32, variances: Float32, wanted: Wanted
+) -> npt.NDArray[np.int64]:
+    """The keys that are to be cells of their own, those that lose the most attention first."""
+    queries, ids, scores = wanted
+    weights = np.exp((scores - scores.max(axis=1, keepdims=True)) / np.sqrt(means.shape[1]))
+    weights /= weights.sum(axis=1, keepdims=True) * len(queries)
+    own = labels[ids]
+    near, spread = queries @ means.T, np.sqrt(queries**2 @ variances.T)
+    above = scores - np.take_along_axis(near, own, 1) > APART * np.take_along_axis(spread, own, 1)
+    lost = np.bincount(ids[above & (ids >= 0)], weights[above & (ids >= 0)], minlength=len(labels))
+    most = len(means) // _APART_CELLS + _APART_CELLS
+    return np.argsort(-lost, kind="stable")[: min(most, np.count_nonzero(lost > _APART_SHARE))]
 
 
 def joined(first: Cells, more: Cells) -> Cells:

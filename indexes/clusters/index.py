@@ -21,7 +21,7 @@ from offload_decode.common.rows.arrays import Float32, Keys
 from offload_decode.common.rows.encodings import row_size
 from offload_decode.common.rows.threads import Share
 from offload_decode.indexes import files, verified
-from offload_decode.indexes.approximate import ApproximateIndex, tune
+from offload_decode.indexes.approximate import ApproximateIndex, Sample, tune
 from offload_decode.indexes.base import (
     Costs,
     Hits,
@@ -31,7 +31,7 @@ from offload_decode.indexes.base import (
     check_heads,
     check_queries,
 )
-from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, build, check, joined
+from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, Wanted, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.scan import STEP_BYTES
 from offload_decode.indexes.clusters.search import (
@@ -45,6 +45,7 @@ from offload_decode.indexes.clusters.search import (
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex, joined_hits
 
 _LADDER = (2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0)
+_WANTED = 100  # keys of each query, of which some may be cells of their own
 _MANY = 1024  # keys, for which the deviations are tuned too
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
@@ -111,10 +112,10 @@ class ClusteredIndex(ApproximateIndex):
         share = min(1.0, log(k / few.k) / log(many.k / few.k))
         return few.value + share * (many.value - few.value)
 
-    def _tune(self, queries: npt.NDArray[Any] | None, k: int, target: float) -> None:
-        super()._tune(queries, k, target)
+    def _tune(self, sample: Sample, k: int, target: float) -> None:
+        super()._tune(sample, k, target)
         if k < _MANY and self._prunes(_MANY):
-            self.recall_of_many = tune(self, self.flat, queries, _MANY, target)
+            self.recall_of_many = tune(self, sample, _MANY, target)
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
         if not _sparse(len(self), k):
@@ -153,12 +154,21 @@ class ClusteredIndex(ApproximateIndex):
         tuned = self.recall is not None and self.recall.value < _EXACT
         return tuned and k > 0 and _sparse(len(self), k)
 
-    def _build_native(self) -> Any:
-        return _Searchable(build(self.keys), self.keys)
+    def _build_native(self, queries: Float32 | None) -> Any:
+        return _Searchable(build(self.keys, self._wanted(0, queries)), self.keys)
 
-    def _extend_native(self, earlier: Self) -> Any:
+    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
         """The further keys form cells of their own."""
-        return _Searchable(joined(earlier.cells, build(self.keys[len(earlier) :])), self.keys)
+        n = len(earlier)
+        more = build(self.keys[n:], self._wanted(n, queries))
+        return _Searchable(joined(earlier.cells, more), self.keys)
+
+    def _wanted(self, first: int, queries: Float32 | None) -> Wanted | None:
+        """The best of all keys for each query, of which those from `first` on are to be put into cells."""
+        if queries is None or not len(self):
+            return None
+        best = self.flat.search(queries, min(_WANTED, len(self)))
+        return Wanted(queries, np.maximum(best.ids - first, -1), best.scores)
 
     def _write_native(self, file: str) -> None:
         parts = self.cells

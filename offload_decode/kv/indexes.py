@@ -6,15 +6,16 @@ An incomplete kind is not searched: `auto` then searches all keys, and warns why
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from offload_decode.common.errors import UnknownIndex, VectorIndexError
 from offload_decode.indexes import files, registry
-from offload_decode.indexes.base import VectorIndex
+from offload_decode.indexes.base import RecallRecord, VectorIndex
 from offload_decode.store.base import Store
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ class SavedIndexes:
     """One kind: bytes on disk, heads that are there and should be, and the recall that was measured at `k`.
 
     `recall` (mean over heads) and `lowest_recall` are None where nothing was measured, as for an exact index.
-    `full_scans` heads are tuned to read every key.
+    `full_scans` heads are tuned to read every key. `mass`, `lost` and `best`: means over heads of what
+    `RecallRecord` has, or None.
     """
 
     kind: str
@@ -152,6 +154,9 @@ class SavedIndexes:
     recall: float | None
     lowest_recall: float | None
     full_scans: int
+    mass: float | None
+    lost: float | None
+    best: float | None
 
 
 def saved_kinds(store: KVStore) -> list[str]:
@@ -182,7 +187,18 @@ def describe(store: KVStore, kind: str) -> SavedIndexes:
         recall=sum(measured) / len(measured) if measured else None,
         lowest_recall=min(measured, default=None),
         full_scans=sum(record.full_scan for record in found),
+        **attention_of(found),
     )
+
+
+def attention_of(records: Sequence[RecallRecord]) -> dict[str, float | None]:
+    """`mass`, `lost` and `best` of the records in which they were measured, on average."""
+    measured = [record for record in records if record.mass is not None]
+
+    def mean(name: str) -> float | None:
+        return fmean(getattr(record, name) for record in measured) if measured else None
+
+    return {name: mean(name) for name in ("mass", "lost", "best")}
 
 
 def unfinished(store: KVStore, kind: str) -> str | None:

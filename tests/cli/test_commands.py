@@ -12,11 +12,13 @@ import pytest
 from offload_decode import Engine, KVStore
 from offload_decode.cli.ask import describe
 from offload_decode.config import parse_options
+from offload_decode.indexes import files
 from offload_decode.indexes import registry as index_registry
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import registry
 from offload_decode.types import StepStats
 from tests.cli.conftest import TEXT, Ran, done, flip, json_of, run
+from tests.indexes.test_hostile import forge
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
 QUESTION = "what is the colour of thing 3?"
@@ -148,11 +150,23 @@ def test_index_is_built_kept_shown_and_searched(copy):
     assert first["recall"] >= first["lowest_recall"] > 0
     (shown,) = json_of("inspect", store)["indexes"]
     assert (shown["kind"], shown["heads"], shown["k"]) == ("faiss-ivf", first["heads"], 10)
+    assert 0.9 < first["mass"] <= 1.001
+    assert [shown[name] for name in ("mass", "lost", "best")] == [first["mass"], first["lost"], first["best"]]
+    assert f"{first['mass']:.2%}" in run("inspect", store).out
     assert (shown["recall"], shown["bytes"]) == (pytest.approx(first["recall"]), first["bytes"])
     assert "faiss-ivf" in run("inspect", store).out
     assert "faiss-ivf index" in run("verify", store).out
     found = json_of("ask", store, QUESTION, "-o", "index=faiss-ivf", "--max-new-tokens", "2")
     assert found["options"]["index"] == "faiss-ivf"
+
+
+def test_an_index_of_an_earlier_version_is_built_again(copy):
+    store = copy("earlier.kv")
+    json_of("index", store, "--kind", "clusters", "--k", "10")
+    path = next((store.with_name("earlier.kv.indexes") / "clusters").glob("*.json")).with_suffix("")
+    recall = files.metadata(path)["recall"]
+    forge(path, recall={name: recall[name] for name in recall.keys() - {"mass", "lost", "best"}})
+    assert json_of("index", store, "--kind", "clusters", "--k", "10")["built"] == 1
 
 
 def test_ask_searches_the_clusters_once_they_are_built(copy):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offload_decode.indexes import get
-from offload_decode.indexes.approximate import ApproximateIndex, geometric, recall, tune
+from offload_decode.indexes.approximate import ApproximateIndex, geometric, quality, sampled, tune
 from offload_decode.indexes.base import Hits
 from offload_decode.indexes.flat import FlatIndex
 from offload_decode.testing.index_contract import (
@@ -124,9 +124,10 @@ class Stepwise:
     """Finds the first `value` tenths of the true hits."""
 
     parameter = "tenths"
+    scan_from = 10
 
-    def __init__(self, exact: FlatIndex) -> None:
-        self.exact = exact
+    def __init__(self, flat: FlatIndex) -> None:
+        self.flat = flat
         self.seen: list[tuple[int, bytes]] = []
 
     def ladder(self, k: int) -> list[int]:
@@ -134,7 +135,7 @@ class Stepwise:
 
     def search_at(self, queries: Any, k: int, value: int) -> Hits:
         self.seen.append((value, queries.tobytes()))
-        hits = self.exact.search(queries, k)
+        hits = self.flat.search(queries, k)
         found = k * value // 10
         hits.ids[:, found:], hits.scores[:, found:] = -1, -np.inf
         return hits
@@ -144,17 +145,49 @@ class Stepwise:
     ("target", "value"), [(0.1, 1), (0.55, 6), (0.6, 6), (0.61, 9), (0.95, 10), (1.0, 10)]
 )
 def test_tuning_takes_the_first_step_that_reaches_the_target(target: float, value: int) -> None:
-    exact = FlatIndex.build(clustered_keys(500))
-    record = tune(Stepwise(exact), exact, foreign_queries(41), 20, target)
+    exact = FlatIndex.build(clustered_keys(41))
+    record = tune(Stepwise(exact), sampled(exact.keys, None), 20, target)
     assert record is not None
     assert (record.value, record.k, record.queries, record.parameter) == (value, 20, 20, "tenths")
     assert record.measured == pytest.approx(value / 10)
+    assert (record.mass, record.lost, record.best) == (None, None, None), "keys attend to nothing"
+
+
+def test_tuning_goes_on_until_one_query_at_most_loses_attention() -> None:
+    exact, queries = FlatIndex.build(clustered_keys(500)), foreign_queries(41)
+    record = tune(Stepwise(exact), sampled(exact.keys, queries), 20, 0.1)
+    weights = np.exp(exact.search(queries, 20).scores / 32**0.5)
+    shares = weights.cumsum(axis=1)[:, 1::2] / weights.sum(axis=1, keepdims=True)  # of each tenth of the hits
+    steps = [value for value in Stepwise(exact).ladder(20) if (shares[0::2, value - 1] < 0.9).sum() <= 1]
+    assert record is not None
+    assert record.value == steps[0] > 1
+    assert record.mass == pytest.approx(shares[1::2, record.value - 1].mean())
+    assert record.lost == pytest.approx((shares[1::2, record.value - 1] < 0.9).mean())
+    assert record.best == 1
+
+
+def test_attention_alone_takes_no_full_scan() -> None:
+    class Losing(Stepwise):
+        """Misses the best key, unless it reads every key."""
+
+        def search_at(self, queries: Any, k: int, value: int) -> Hits:
+            hits = super().search_at(queries, k, value)
+            if value < self.scan_from:
+                hits.ids[:, 0], hits.scores[:, 0] = -1, -np.inf
+            return hits
+
+    exact = FlatIndex.build(clustered_keys(500))
+    record = tune(Losing(exact), sampled(exact.keys, foreign_queries(41)), 20, 0.5)
+    assert record is not None
+    assert (record.value, record.best, record.full_scan) == (6, 0, False)
+    assert record.lost is not None
+    assert record.lost > 0.5
 
 
 def test_recall_is_reported_on_queries_that_did_not_choose() -> None:
     exact = FlatIndex.build(clustered_keys(500))
     stepwise = Stepwise(exact)
-    tune(stepwise, exact, foreign_queries(64), 20, 0.9)
+    tune(stepwise, sampled(exact.keys, foreign_queries(64)), 20, 0.9)
     chose = {queries for _, queries in stepwise.seen[:-1]}
     assert len(chose) == 1
     assert stepwise.seen[-1][1] not in chose
@@ -167,8 +200,11 @@ def test_recall_counts_ties_and_ignores_padding() -> None:
     truth = Hits(np.array([[4, 7, 1]]), np.array([[3, 2, 2]], np.float32))
     tied = Hits(np.array([[4, 9, 7]]), np.array([[3, 2, 2]], np.float32))
     short = Hits(np.array([[4, 5, -1]]), np.array([[3, 1, -np.inf]], np.float32))
-    assert recall(tied, truth) == 1
-    assert recall(short, truth) == pytest.approx(1 / 3)
+    assert quality(tied, truth, 1.0) == (1, 1, 0, 1)
+    mass = (1 + np.exp(-2)) / (1 + 2 * np.exp(-1))
+    assert quality(short, truth, 1.0) == pytest.approx((1 / 3, mass, 1, 1))
+    without_best = Hits(np.array([[7, 1, -1]]), np.array([[2, 2, -np.inf]], np.float32))
+    assert quality(without_best, truth, 1.0).best == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -374,3 +374,61 @@ def test_recall_holds_where_no_threshold_can_be_predicted(made: str) -> None:
     others = rng.standard_normal((24, DIM)).astype(np.float32)
     for k in (16, 64, 512, 2000):
         assert recall_of(index.search(others, k), others, keys, k) > 0.93
+
+
+def with_sinks(n: int, places: list[int]) -> tuple[Any, Any]:
+    """Keys around distant means, with short ones at some places, which half of the queries want most."""
+    rng = np.random.default_rng(5)
+    center = np.full(DIM, 24 / DIM**0.5, np.float32)
+    topics = center + 2 * rng.standard_normal((24, DIM))
+    keys = (topics[rng.integers(24, size=n)] + 0.5 * rng.standard_normal((n, DIM))).astype(np.float32)
+    keys[places] = 0.1 * rng.standard_normal((len(places), DIM))
+    queries = rng.standard_normal((512, DIM)).astype(np.float32)
+    queries[::4] -= 0.5 * center
+    queries[1::4] -= 0.5 * center
+    return keys, queries
+
+
+@pytest.mark.parametrize("places", [[0], [0, 1500], [7, 2999, 5000]], ids=str)
+def test_attention_sinks_are_found_wherever_they_are(places: list[int]) -> None:
+    keys, queries = with_sinks(6000, places)
+    index = ClusteredIndex.build(keys, queries[:256], k=16)
+    single = index.cells.ids[index.cells.starts[:-1] * dot4.BLOCK][index.cells.counts == 1]
+    assert set(places) <= set(single.tolist()), "each is a cell of its own"
+    assert index.recall is not None
+    assert index.recall.value < 1000, "pruned"
+    others = queries[256:]
+    best = exact_scores(others, keys).argmax(axis=1)
+    wanted = np.isin(best, places)
+    assert wanted.mean() > 0.3, "the sinks are what many queries want most"
+
+    def found(hits: Any) -> Any:
+        return (hits.ids == best[:, None]).any(axis=1)[wanted]
+
+    assert found(index.search(others, 16)).all()
+    unaware = ClusteredIndex.build(keys, k=16).search_at(others, 16, index.recall.value)
+    assert found(unaware).mean() < 0.9, "an index that knows no queries loses them"
+    assert index.recall.lost is not None
+    assert index.recall.lost < 0.02
+
+
+def test_few_keys_are_cells_of_their_own() -> None:
+    keys, queries = with_sinks(6000, list(range(0, 6000, 50)))
+    index = ClusteredIndex.build(keys, queries, k=16)
+    assert np.count_nonzero(index.cells.counts == 1) <= 6000 // 256 // 8 + 8 + 1
+    assert cells.check(index.cells, len(keys))
+
+
+def test_sinks_of_every_segment_are_cells_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "SEGMENT", 2048)
+    keys, queries = with_sinks(6000, [7, 2999, 5000])
+    index = ClusteredIndex.build(keys, queries, k=16)
+    single = index.cells.ids[index.cells.starts[:-1] * dot4.BLOCK][index.cells.counts == 1]
+    assert {7, 2999, 5000} <= set(single.tolist())
+
+
+def test_sinks_that_are_appended_are_cells_of_their_own() -> None:
+    keys, queries = with_sinks(6000, [7, 5000])
+    index = ClusteredIndex.build(keys[:4000], queries, k=16).extended(keys, queries, digest="d")
+    single = index.cells.ids[index.cells.starts[:-1] * dot4.BLOCK][index.cells.counts == 1]
+    assert {7, 5000} <= set(single.tolist())

@@ -65,6 +65,7 @@ RECALLS: list[tuple[str, Any]] = [
     *(("parameter", bad) for bad in [3, None, "another", {}]),
     *(("value", bad) for bad in [*NOT_NUMBERS, 0, -1, 1e300, 10**400, float("inf")]),
     *(("full_scan", bad) for bad in [0, "no", None]),
+    *((name, bad) for name in ("mass", "lost", "best") for bad in ["1", True, -0.1, 1.1, float("nan")]),
 ]
 
 
@@ -81,6 +82,16 @@ def test_a_recall_of_the_wrong_type_or_out_of_range_is_refused(tmp_path: Path) -
             type(index).load(path, index.keys, digest="d")
     forge(path, recall=recall)
     assert type(index).load(path, index.keys, digest="d").recall == index.recall
+
+
+def test_a_recall_of_an_earlier_version_has_no_attention(tmp_path: Path) -> None:
+    index, path = saved("faiss-ivf", tmp_path)
+    recall = files.metadata(path)["recall"]
+    attention = [recall.pop(name) for name in ("mass", "lost", "best")]
+    assert None not in attention
+    forge(path, recall=recall)
+    loaded = type(index).load(path, index.keys, digest="d").recall
+    assert (loaded.mass, loaded.lost, loaded.best, loaded.measured) == (None, None, None, recall["measured"])
 
 
 @pytest.mark.parametrize("bad", [{}, 3, {"value": -1.0}, {"k": 0}, {"more": 1}], ids=str)
