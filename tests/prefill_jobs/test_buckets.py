@@ -23,6 +23,7 @@ from offload_decode.common.errors import (
     StoreNotFound,
 )
 from offload_decode.prefill_jobs import buckets
+from offload_decode.prefill_jobs.buckets import stores as bucket_stores
 from offload_decode.prefill_jobs.buckets.stores import pulling_path
 from offload_decode.store.files import SEAL, SUMS
 from offload_decode.store.reader import verify_store
@@ -242,6 +243,22 @@ def test_two_processes_pull_one_store(stores, tmp_path):
         assert process.returncode == 0 or re.search("StoreBusy|StoreExists", text), text
     assert tree(stores / "big.kv") == tree(tmp_path / "back.kv")
     assert not pulling_path(tmp_path / "back.kv").exists()
+
+
+def test_a_store_that_another_process_pulled_meanwhile_leaves_no_folder(stores, tmp_path, monkeypatch):
+    url, back = f"file://{tmp_path}/far.kv", tmp_path / "back.kv"
+    buckets.push(stores / "a.kv", url)
+    listed = bucket_stores.store_sums
+
+    def overtaken(bucket):
+        monkeypatch.setattr(bucket_stores, "store_sums", listed)
+        buckets.pull(url, back)
+        return listed(bucket)
+
+    monkeypatch.setattr(bucket_stores, "store_sums", overtaken)
+    with pytest.raises(StoreExists):
+        buckets.pull(url, back)
+    assert not pulling_path(back).exists()
 
 
 def test_ctrl_c_stops_at_once_and_the_push_resumes(s3, url, stores, tmp_path):
