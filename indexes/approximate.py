@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -40,29 +40,39 @@ _KEY_SAMPLE = 256
 _TIE = 1e-5  # relative; scores of one key from two loops differ by summation order
 
 
-class Sample(NamedTuple):
-    """Queries `[Q, D]` to choose a parameter by, and others to report on; `source` as in `RecallRecord`."""
+@dataclass(eq=False)
+class Sample:
+    """Queries `[Q, D]` to build and to choose a parameter by, and others to report on; `source` as in
+    `RecallRecord`.
+    """
 
+    flat: FlatIndex
     source: str
     choose: Float32
     report: Float32
+    _best: Hits | None = None
 
     @property
-    def queries(self) -> Float32 | None:
-        """Real queries to build by; None where keys stand in for them."""
-        return self.choose if self.source == FROM_QUERIES else None
+    def real(self) -> bool:
+        """Whether these are queries, and not keys in their place."""
+        return self.source == FROM_QUERIES
+
+    def best(self, k: int) -> Hits:
+        """The exact hits of the queries to choose by: building and tuning share a scan of all keys."""
+        if self._best is None or self._best.ids.shape[1] < k:
+            self._best = self.flat.search(self.choose, k)
+        return Hits(self._best.ids[:, :k], self._best.scores[:, :k])
 
 
-def sampled(keys: Keys, queries: npt.NDArray[Any] | None) -> Sample:
+def sampled(flat: FlatIndex, queries: npt.NDArray[Any] | None) -> Sample:
     """Every other one of some of the queries to choose by, the others to report on. A sample of the keys
     stands in for missing queries.
     """
-    dim = encodings.dim(keys)
     if queries is not None and len(queries):
-        source, rows = FROM_QUERIES, check_queries(_spread(queries, _MAX_QUERIES), dim)
+        source, rows = FROM_QUERIES, check_queries(_spread(queries, _MAX_QUERIES), flat.dim)
     else:
-        source, rows = FROM_KEYS, check_queries(encodings.decode(_spread(keys, _KEY_SAMPLE)), dim)
-    return Sample(source, rows[0::2], rows[1::2] if len(rows) > 1 else rows)
+        source, rows = FROM_KEYS, check_queries(encodings.decode(_spread(flat.keys, _KEY_SAMPLE)), flat.dim)
+    return Sample(flat, source, rows[0::2], rows[1::2] if len(rows) > 1 else rows)
 
 
 def tune(index: ApproximateIndex, sample: Sample, k: int, target: float) -> RecallRecord | None:
@@ -70,24 +80,24 @@ def tune(index: ApproximateIndex, sample: Sample, k: int, target: float) -> Reca
     that takes a scan of all keys, at which at most one real query loses attention; with what it finds for the
     others. None for an empty index.
     """
-    flat = index.flat
+    flat = sample.flat
     if len(flat) == 0:
         return None
     k = min(k, len(flat))
-    truth, scaling = flat.search(sample.choose, k), flat.dim**-0.5
+    truth, scaling = sample.best(k), flat.dim**-0.5
     ladder, reached = index.ladder(k), None
     for value in ladder:
         found = quality(index.search_at(sample.choose, k, value), truth, scaling)
         if reached is None and found.recall >= target:
             reached = value
-        lost = 0 if sample.source == FROM_KEYS else found.lost * len(sample.choose)
+        lost = found.lost * len(sample.choose) if sample.real else 0
         if reached is not None and lost <= _LOST:
             break
     if reached is not None and value >= index.scan_from:
         value = reached
     found = quality(index.search_at(sample.report, k, value), flat.search(sample.report, k), scaling)
     tuned = target, k, found.recall, len(sample.report), sample.source, index.parameter, value
-    attention = found[1:] if sample.source == FROM_QUERIES else ()
+    attention = found[1:] if sample.real else ()
     return RecallRecord(*tuned, value == ladder[-1], *attention)
 
 
@@ -106,8 +116,9 @@ def quality(hits: Hits, truth: Hits, scaling: float) -> Quality:
     """
     tolerance = _TIE * np.abs(truth.scores).max(axis=1, keepdims=True)
     top = truth.scores[:, :1]
-    found, exact = (np.exp((one.scores - top) * scaling).sum(axis=1) for one in (hits, truth))
-    mass = found / exact
+    # Scores of one key may round differently in two loops: nothing is above the best, and no share above 1.
+    found, exact = (np.exp(np.minimum(one.scores - top, 0) * scaling).sum(axis=1) for one in (hits, truth))
+    mass = np.minimum(found / exact, 1)
     return Quality(
         recall=float(np.mean(hits.scores >= truth.scores[:, -1:] - tolerance)),
         mass=float(np.mean(mass)),
@@ -171,8 +182,8 @@ class ApproximateIndex(VectorIndex):
         if queries is not None:
             check_queries(queries, encodings.dim(keys))
         index = cls(keys, keys_digest(keys) if digest is None else digest)
-        sample = sampled(keys, queries)
-        index._native = index._build_native(sample.queries)
+        sample = sampled(index.flat, queries)
+        index._native = index._build_native(sample)
         index._tune(sample, k, target_recall)
         return index
 
@@ -181,8 +192,8 @@ class ApproximateIndex(VectorIndex):
         if self.recall is None:  # it has no keys
             return self.build(keys, queries, digest=digest)
         index = type(self)(keys, digest)
-        sample = sampled(keys, queries)
-        index._native = index._extend_native(self, sample.queries)
+        sample = sampled(index.flat, queries)
+        index._native = index._extend_native(self, sample)
         index._tune(sample, self.recall.k, self.recall.target)
         return index
 
@@ -215,13 +226,13 @@ class ApproximateIndex(VectorIndex):
         """The smallest parameter value at which reading every key costs no more than the native search."""
 
     @abstractmethod
-    def _build_native(self, queries: Float32 | None) -> Any:
-        """The native index over all keys, for queries like these `[Q, D]`. Raises InvalidIndexInput for keys
-        that are not finite.
+    def _build_native(self, sample: Sample) -> Any:
+        """The native index over all keys, for queries like a sample's. Raises InvalidIndexInput for keys that
+        are not finite.
         """
 
     @abstractmethod
-    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
+    def _extend_native(self, earlier: Self, sample: Sample) -> Any:
         """The native index over all keys, from that of `earlier`, which stays. Raises as `_build_native`."""
 
     @abstractmethod

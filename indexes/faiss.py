@@ -18,7 +18,7 @@ import numpy.typing as npt
 from offload_decode.common.rows.arrays import BFLOAT16, Float32, Keys, drawn, float32_blocks
 from offload_decode.common.rows.encodings import row_size
 from offload_decode.indexes import files
-from offload_decode.indexes.approximate import ApproximateIndex, asked_for, geometric, rescored
+from offload_decode.indexes.approximate import ApproximateIndex, Sample, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
 from offload_decode.indexes.registry import faiss
 
@@ -79,10 +79,10 @@ class FaissHNSW(GraphIndex):
     def need_library(cls) -> None:
         faiss()
 
-    def _build_native(self, queries: Float32 | None) -> Any:
+    def _build_native(self, sample: Sample) -> Any:
         return self._linked(self._empty(faiss.METRIC_L2), self.keys)
 
-    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
+    def _extend_native(self, earlier: Self, sample: Sample) -> Any:
         """The further keys are linked into the graph."""
         graph = earlier._assembled(*_links(earlier._native), faiss.METRIC_L2)
         return self._linked(graph, self.keys[len(earlier) :])
@@ -225,14 +225,14 @@ class FaissIVF(ApproximateIndex):
     def ladder(self, k: int) -> Sequence[int]:
         return [*geometric(1, self.nlist), self.nlist]
 
-    def _build_native(self, queries: Float32 | None) -> Any:
+    def _build_native(self, sample: Sample) -> Any:
         centroids = self._train()
         return self._assembled(centroids, _nearest(centroids, self.keys))
 
-    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
+    def _extend_native(self, earlier: Self, sample: Sample) -> Any:
         """The further keys join the lists that there are. Of four times the keys, new ones are formed."""
         if self.nlist > 2 * earlier.nlist:
-            return self._build_native(queries)
+            return self._build_native(sample)
         self.nlist = earlier.nlist
         centroids, lists = earlier._lists()
         return self._assembled(

@@ -46,7 +46,7 @@ _RECALL: dict[str, Callable[[Any], bool]] = {
 }
 _ATTENTION = ("mass", "lost", "best")  # of a recall, since they are measured
 _RECALL |= dict.fromkeys(
-    _ATTENTION, lambda value: value is None or (type(value) in _NUMBER and 0 <= value <= 1 + 1e-3)
+    _ATTENTION, lambda value: value is None or (type(value) in _NUMBER and 0 <= value <= 1)
 )
 
 

@@ -15,7 +15,7 @@ from numba import njit
 
 from offload_decode.common.rows.arrays import Float32, Keys, float32_blocks
 from offload_decode.common.rows.encodings import row_size
-from offload_decode.indexes.approximate import asked_for, rescored
+from offload_decode.indexes.approximate import Sample, asked_for, rescored
 from offload_decode.indexes.base import Costs, Hits
 from offload_decode.indexes.faiss import CONSTRUCTION_EF, LINKS, UPPER, WALKED, GraphIndex
 from offload_decode.indexes.registry import hnswlib
@@ -41,12 +41,12 @@ class HnswlibIndex(GraphIndex):
         super().__init__(keys, digest)
         self._one_ef = threading.Lock()  # hnswlib's ef belongs to the index, not to the search
 
-    def _build_native(self, queries: Float32 | None) -> Any:
+    def _build_native(self, sample: Sample) -> Any:
         graph = hnswlib.Index(space="l2", dim=self.dim)
         graph.init_index(max_elements=max(1, len(self)), M=LINKS, ef_construction=CONSTRUCTION_EF)
         return self._linked(graph, 0)
 
-    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
+    def _extend_native(self, earlier: Self, sample: Sample) -> Any:
         """The further keys are linked into the graph."""
         graph = _walked(earlier._native, "l2")
         graph.resize_index(max(1, len(self)))

@@ -154,21 +154,21 @@ class ClusteredIndex(ApproximateIndex):
         tuned = self.recall is not None and self.recall.value < _EXACT
         return tuned and k > 0 and _sparse(len(self), k)
 
-    def _build_native(self, queries: Float32 | None) -> Any:
-        return _Searchable(build(self.keys, self._wanted(0, queries)), self.keys)
+    def _build_native(self, sample: Sample) -> Any:
+        return _Searchable(build(self.keys, self._wanted(0, sample)), self.keys)
 
-    def _extend_native(self, earlier: Self, queries: Float32 | None) -> Any:
+    def _extend_native(self, earlier: Self, sample: Sample) -> Any:
         """The further keys form cells of their own."""
         n = len(earlier)
-        more = build(self.keys[n:], self._wanted(n, queries))
+        more = build(self.keys[n:], self._wanted(n, sample))
         return _Searchable(joined(earlier.cells, more), self.keys)
 
-    def _wanted(self, first: int, queries: Float32 | None) -> Wanted | None:
+    def _wanted(self, first: int, sample: Sample) -> Wanted | None:
         """The best of all keys for each query, of which those from `first` on are to be put into cells."""
-        if queries is None or not len(self):
+        if not sample.real or not len(self):
             return None
-        best = self.flat.search(queries, min(_WANTED, len(self)))
-        return Wanted(queries, np.maximum(best.ids - first, -1), best.scores)
+        best = sample.best(min(_WANTED, len(self)))
+        return Wanted(sample.choose, np.maximum(best.ids - first, -1), best.scores)
 
     def _write_native(self, file: str) -> None:
         parts = self.cells

@@ -146,7 +146,7 @@ class Stepwise:
 )
 def test_tuning_takes_the_first_step_that_reaches_the_target(target: float, value: int) -> None:
     exact = FlatIndex.build(clustered_keys(41))
-    record = tune(Stepwise(exact), sampled(exact.keys, None), 20, target)
+    record = tune(Stepwise(exact), sampled(exact, None), 20, target)
     assert record is not None
     assert (record.value, record.k, record.queries, record.parameter) == (value, 20, 20, "tenths")
     assert record.measured == pytest.approx(value / 10)
@@ -155,7 +155,7 @@ def test_tuning_takes_the_first_step_that_reaches_the_target(target: float, valu
 
 def test_tuning_goes_on_until_one_query_at_most_loses_attention() -> None:
     exact, queries = FlatIndex.build(clustered_keys(500)), foreign_queries(41)
-    record = tune(Stepwise(exact), sampled(exact.keys, queries), 20, 0.1)
+    record = tune(Stepwise(exact), sampled(exact, queries), 20, 0.1)
     weights = np.exp(exact.search(queries, 20).scores / 32**0.5)
     shares = weights.cumsum(axis=1)[:, 1::2] / weights.sum(axis=1, keepdims=True)  # of each tenth of the hits
     steps = [value for value in Stepwise(exact).ladder(20) if (shares[0::2, value - 1] < 0.9).sum() <= 1]
@@ -177,7 +177,7 @@ def test_attention_alone_takes_no_full_scan() -> None:
             return hits
 
     exact = FlatIndex.build(clustered_keys(500))
-    record = tune(Losing(exact), sampled(exact.keys, foreign_queries(41)), 20, 0.5)
+    record = tune(Losing(exact), sampled(exact, foreign_queries(41)), 20, 0.5)
     assert record is not None
     assert (record.value, record.best, record.full_scan) == (6, 0, False)
     assert record.lost is not None
@@ -187,7 +187,7 @@ def test_attention_alone_takes_no_full_scan() -> None:
 def test_recall_is_reported_on_queries_that_did_not_choose() -> None:
     exact = FlatIndex.build(clustered_keys(500))
     stepwise = Stepwise(exact)
-    tune(stepwise, sampled(exact.keys, foreign_queries(64)), 20, 0.9)
+    tune(stepwise, sampled(exact, foreign_queries(64)), 20, 0.9)
     chose = {queries for _, queries in stepwise.seen[:-1]}
     assert len(chose) == 1
     assert stepwise.seen[-1][1] not in chose
