@@ -12,10 +12,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,9 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def locked(partial: Path) -> Iterator[None]:
-    """Hold the staging folder `partial`, made if need be; StoreBusy where another process does."""
+    """Hold the staging folder `partial`, made if need be; StoreBusy where another process does. A job that
+    fails before it has put anything there leaves no folder.
+    """
     require_posix()
     fresh = not partial.exists()
     files.make_folders(partial)
@@ -56,7 +59,13 @@ def locked(partial: Path) -> Iterator[None]:
             raise _busy(partial)
         if fresh:  # without its lock the folder would be taken for another's
             files.sync_folders([partial])
-        yield
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if os.listdir(partial) == [LOCK]:
+                    shutil.rmtree(partial)
+            raise
 
 
 def _plain_lock(path: str, flags: int) -> int:

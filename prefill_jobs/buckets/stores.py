@@ -224,11 +224,9 @@ def pull(
             refuse_existing(path, partial)
         remove_left(partial)
         return Transfer(0, 0, len(items), size_of(items), time.perf_counter() - began)
-    root = partial / STORE
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
-        if os.path.lexists(path) and not root.exists():  # another process has pulled it meanwhile
-            shutil.rmtree(partial)
-        refuse_existing(path)
+        refuse_existing(path)  # another process may have pulled it meanwhile
+        root = partial / STORE
         items = items_in(root)
         admit(size_of(items))
         files.remove(partial / PARTS)

@@ -23,7 +23,7 @@ from offload_decode.common.errors import (
     StoreIncomplete,
     StoreMismatch,
 )
-from offload_decode.store import KVStore
+from offload_decode.store import KVStore, staging
 from tests.store.jobs import FULL, SLIDING, Job, begun, make_job, tree
 
 
@@ -334,3 +334,16 @@ def test_progress_is_small_and_plain(job: Job, tmp_path: Path) -> None:
     progress = json.loads((partial / "progress.json").read_text())
     assert progress["tokens"] == 333
     assert np.shape(progress["crcs"]["layers/000/keys"]) == (2,)
+
+
+def test_a_job_that_fails_before_it_writes_leaves_no_folder(tmp_path: Path) -> None:
+    def fail(folder: Path, *written: str) -> None:
+        with staging.locked(folder):
+            for name in written:
+                (folder / name).touch()
+            raise RuntimeError
+
+    for written in ((), ("rows",)):
+        with pytest.raises(RuntimeError):
+            fail(tmp_path / "store.partial", *written)
+        assert (tmp_path / "store.partial").exists() == bool(written)
