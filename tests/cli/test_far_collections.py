@@ -147,7 +147,7 @@ def test_what_was_cut_off_goes_on(command, collection, service, tmp_path):
     service.requests.clear()
     done(*way(0))
     requests = len(service.requests)
-    for cut in range(2, requests, requests // 4):
+    for cut in range(2, requests, requests // 2):
         service.requests.clear()
         service.refuse_after = cut
         assert run(*way(cut)).code == 1

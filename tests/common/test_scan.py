@@ -94,7 +94,9 @@ def run_compiled(code: str, cache: Path, **settings: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(("features", "lanes"), [("+avx,+avx2,+f16c,+fma", 8), ("", 4)])
+@pytest.mark.parametrize(
+    ("features", "lanes"), [pytest.param("+avx,+avx2,+f16c,+fma", 8, marks=pytest.mark.slow), ("", 4)]
+)
 def test_processors_with_shorter_vectors_score_alike(features: str, lanes: int, tmp_path: Path) -> None:
     if not {name[1:] for name in features.split(",") if name} <= compiled.features():
         pytest.skip("this processor has no such vectors")
