@@ -147,6 +147,16 @@ class VectorIndex(ABC):
         Raises as `build`.
         """
 
+    def summarize(self, values: Keys) -> None:  # noqa: B027 (most do not)
+        """Keep what the attention to keys that are not found is estimated by: the kinds that can, of the
+        `values [N, Dv]` of their keys, or `[N]` of encoded rows. Raises InvalidIndexInput.
+        """
+
+    @property
+    def summarized(self) -> bool:
+        """Whether it was; True of kinds that cannot."""
+        return True
+
     def search(self, queries: npt.NDArray[Any], k: int) -> Hits:
         """The `k` best keys for each of `queries [G, D]`; padded where `k` exceeds the number of keys."""
         queries, k = check_queries(queries, self.dim), check_count(k)

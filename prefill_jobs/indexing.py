@@ -85,8 +85,9 @@ def build_indexes(
         if index is None or index.recall is None:
             return index
         own = index.recall
-        measured = own.mass is not None or own.source == FROM_KEYS  # not by an earlier version
-        return index if measured and (own.target, own.k) == (recall, min(k, len(index))) else None
+        # What an earlier version built is measured otherwise, and has no summaries.
+        current = index.summarized and (own.mass is not None or own.source == FROM_KEYS)
+        return index if current and (own.target, own.k) == (recall, min(k, len(index))) else None
 
     began = time.perf_counter()
     folder, staging = kind_folder(opened.path, kind), staging_folder(opened.path, kind)
@@ -106,6 +107,7 @@ def build_indexes(
                     keys, queries = opened.keys(layer, head), opened.queries(layer, head)
                     digest = opened.digest(layer, head)
                     index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
+                    index.summarize(opened.values(layer, head))
                     index.save(index_path(staging, layer, head))
                     built += 1
                 records.append(index.recall)
@@ -266,6 +268,7 @@ def _extend(earlier: KVStore, grown: KVStore, kind: str, progress: Progress) -> 
                 first = chosen.load(index_path(folder, layer, head), keys, digest=digest)
                 keys, digest = grown.keys(layer, head), grown.digest(layer, head)
                 index = first.extended(keys, grown.queries(layer, head), digest=digest)
+                index.summarize(grown.values(layer, head))
                 index.save(index_path(staging, layer, head))
                 made += 1
             records.append(index.recall)

@@ -106,7 +106,7 @@ Budgets = Annotated[
     str,
     option("K,…", "Stored tokens that each selector may attend to: counts, or shares of the store like 2%."),
 ]
-CommonOptions = Annotated[list[str] | None, key_values("An option for all selectors, such as tail=clusters")]
+CommonOptions = Annotated[list[str] | None, key_values("An option for all selectors, such as tail=off")]
 
 
 def contenders(

@@ -108,7 +108,7 @@ def ablation(
         option(
             "KEY=VALUE",
             "An option of the selector. Given several times with different values, it makes the grid: "
-            "-o budget=64 -o budget=256 -o tail=off -o tail=clusters are four ways.",
+            "-o budget=64 -o budget=256 -o tail=off -o tail=auto are four ways.",
             "-o",
             "--option",
         ),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
 from offload_decode.common.rows import scan, threads
 from offload_decode.common.rows.arrays import Float32, Keys
-from offload_decode.common.rows.encodings import row_size
+from offload_decode.common.rows.encodings import SCALE_BYTES, row_size
 from offload_decode.common.rows.threads import Share
 from offload_decode.indexes import files, verified
 from offload_decode.indexes.approximate import ApproximateIndex, Sample, tune
@@ -33,6 +33,7 @@ from offload_decode.indexes.base import (
 )
 from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, Wanted, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
+from offload_decode.indexes.clusters.estimate import ROWS, Given, estimate_layer
 from offload_decode.indexes.clusters.scan import STEP_BYTES
 from offload_decode.indexes.clusters.search import (
     UNPREDICTED,
@@ -42,6 +43,10 @@ from offload_decode.indexes.clusters.search import (
     predict,
     search_layer,
 )
+from offload_decode.indexes.clusters.summaries import KEYS as GROUPED
+from offload_decode.indexes.clusters.summaries import Summaries, summarize
+from offload_decode.indexes.clusters.summaries import check as check_summaries
+from offload_decode.indexes.clusters.summaries import joined as join_summaries
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex, joined_hits
 
 _LADDER = (2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0)
@@ -53,7 +58,7 @@ _ROWS = 64  # of one head, searched together: they share what they scan
 _CELLS_OF_A_PART = 1024  # of a head, at least: to search fewer takes hardly longer than to share the work
 _CANDIDATES = 1 << 22  # of these rows, in memory at once
 _MAGIC = 0x534C4C4543  # "CELLS"
-_CHECKED = "cells, check 1"  # counted up when `cells.check` asks for more
+_CHECKED = "cells, check 2"  # counted up when `cells.check` asks for more
 
 
 class ClusteredIndex(ApproximateIndex):
@@ -74,10 +79,12 @@ class ClusteredIndex(ApproximateIndex):
         # Codes, a scale and an id for each key and for half a block of padding in each cell.
         coded = (n + BLOCK // 2 * cells) * (-(-dim // GROUP) * WORD // BLOCK + 8)
         moments = 8 * dim * cells
+        summaries = (n // GROUPED + 1) * (2 * (dim + SCALE_BYTES) + 4)  # values as wide as keys
+        file = coded + moments + 12 * cells + summaries + 4 * n + (dim + 8) * cells
         if not _sparse(n, k):
-            return Costs(0, coded + moments + 12 * cells, n * row_size(dim, dtype))
+            return Costs(0, file, n * row_size(dim, dtype) + summaries)
         exact = min(n, rows * candidates_for(k)) * row_size(dim, dtype)
-        return Costs(0, coded + moments + 12 * cells, moments + round(share_read(n, k) * coded) + exact)
+        return Costs(0, file, moments + round(share_read(n, k) * (coded + summaries)) + exact)
 
     @classmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
@@ -89,7 +96,9 @@ class ClusteredIndex(ApproximateIndex):
         cells = -(-n // KEYS_PER_CELL)
         own = min(_rows_of_a_task(k), rows)
         of_rows = own * (16 * candidates_for(k) + cells) + 12 * cells * (own + -own % QUERIES)
-        return threads.THREADS * (STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows)
+        searching = STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows
+        estimating = (4 * ROWS + 12) * (n // GROUPED + cells)
+        return threads.THREADS * max(searching, estimating)
 
     @property
     def scan_from(self) -> float:
@@ -161,7 +170,80 @@ class ClusteredIndex(ApproximateIndex):
         """The further keys form cells of their own."""
         n = len(earlier)
         more = build(self.keys[n:], self._wanted(n, sample))
-        return _Searchable(joined(earlier.cells, more), self.keys)
+        return _Searchable(joined(earlier.cells, more), self.keys, summaries=earlier._native.summaries)
+
+    @classmethod
+    def untuned(cls, keys: Keys, values: Keys) -> Self:
+        """Clusters to estimate by, and not to search: they are not tuned. Raises as `build`."""
+        index = cls(keys, "")
+        index._native = _Searchable(build(keys), keys)
+        index.summarize(values)
+        return index
+
+    def summarize(self, values: Keys) -> None:
+        """Of an extended index, the summaries of the earlier keys are taken over."""
+        if len(values) != len(self):
+            raise InvalidIndexInput(f"{len(self):,} keys need as many values, not {len(values):,}.")
+        if not len(self):
+            return
+        earlier = self._native.summaries
+        known = 0 if earlier is None else len(earlier.cells)
+        later = summarize(self.cells, self.keys, values, known)
+        whole = later if earlier is None else join_summaries(earlier, later)
+        self._native = _Searchable(self.cells, self.keys, self._native.mapped, whole)
+
+    @property
+    def summaries(self) -> Summaries:
+        """What estimates read; there are some of a `summarized` index alone."""
+        own: Summaries = self._native.summaries
+        return own
+
+    @property
+    def summarized(self) -> bool:
+        summaries = self._native.summaries if len(self) else None
+        return summaries is not None and len(summaries.labels) == len(self)
+
+    @classmethod
+    def estimate(
+        cls,
+        heads: Sequence[Self],
+        queries: Float32,
+        ids: npt.NDArray[np.int64],
+        scores: Float32 | None,
+        scaling: float,
+        softcap: float | None = None,
+    ) -> tuple[Float32, Float32]:
+        """The attention to all keys that are not selected, estimated from the summaries of a layer's heads:
+        `out [H, R, Dv]`, and `lse [H, R]`, -inf where nothing is left. All heads must be `summarized`.
+
+        queries: float32 `[H, R, D]`. ids `[H, R, k]`, unique in a row, -1 where there is none; their inner
+        products with the queries, -inf there, or None. scaling, softcap: make logits of inner products.
+        Raises InvalidIndexInput for ids that are out of range, IndexDamaged where no number comes out.
+        """
+        own = _together(heads, np.zeros(len(heads), np.float32))
+        known = np.empty((*ids.shape[:2], 0), np.float32) if scores is None else scores
+        given = Given(queries, ids, known, np.float32(scaling), np.float32(softcap or 0))
+        rows, dim = queries.shape[1], heads[0]._native.summaries.cells.shape[1] - SCALE_BYTES
+        out = np.zeros((len(heads), rows, dim), np.float32)
+        lse = np.full(out.shape[:2], -np.inf, np.float32)
+        per_task = max(1, min(ROWS, ceil(len(heads) * rows / threads.THREADS)))
+        workers = min(threads.THREADS, len(heads) * -(-rows // per_task))
+        wrong = []
+
+        def work(first: int) -> None:
+            if estimate_layer(own, given, Share(per_task, first, workers), out, lse) < 0:
+                wrong.append(first)
+
+        if rows:
+            threads.run(work, range(workers))
+        if wrong:
+            raise InvalidIndexInput(f"An id is not of the {len(heads[0]):,} keys that there are.")
+        if not (np.isfinite(out).all() and (lse < np.inf).all()):
+            raise IndexDamaged(
+                "The means of the clusters are not those of keys and values: build the index again with "
+                "`offload-decode index`."
+            )
+        return out, lse
 
     def _wanted(self, first: int, sample: Sample) -> Wanted | None:
         """The best of all keys for each query, of which those from `first` on are to be put into cells."""
@@ -173,13 +255,24 @@ class ClusteredIndex(ApproximateIndex):
     def _write_native(self, file: str) -> None:
         parts = self.cells
         numbers = [_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK]
-        files.write(file, numbers, parts)
+        summaries = self._native.summaries if self.summarized else ()
+        if summaries:
+            numbers += [len(summaries.sizes), summaries.cells.shape[1] - SCALE_BYTES]
+        files.write(file, numbers, [*parts, *summaries])
 
     def _read_native(self, file: str) -> Any:
         def layout(numbers: Sequence[int]) -> files.Layout:
-            magic, n, dim, count, blocks = numbers
+            magic, n, dim, count, blocks, groups, value_dim = numbers
             if (magic, n, dim) != (_MAGIC, len(self), self.dim):
                 raise RuntimeError(f"it is no file of cells of {len(self)} x {self.dim}")
+            summaries = {
+                "keys": (np.uint8, (groups, SCALE_BYTES + dim)),
+                "values": (np.uint8, (groups, SCALE_BYTES + value_dim)),
+                "of_cells": (np.uint8, (count, SCALE_BYTES + value_dim)),
+                "first": (np.int32, (count + 1,)),
+                "sizes": (np.int32, (groups,)),
+                "labels": (np.int32, (n,)),
+            }
             return {
                 "starts": (np.int64, (count + 1,)),
                 "counts": (np.int32, (count,)),
@@ -188,13 +281,19 @@ class ClusteredIndex(ApproximateIndex):
                 "codes": (np.uint8, (blocks * -(-dim // GROUP) * WORD,)),
                 "scales": (np.float32, (blocks * BLOCK,)),
                 "ids": (np.int32, (blocks * BLOCK,)),
+                **(summaries if groups else {}),  # files of earlier versions have none
             }
 
-        _, parts = files.read(file, 5, layout)
-        cells = Cells(**parts)
+        _, parts = files.read(file, 7, layout)
+        cells, summaries = Cells(*list(parts.values())[:7]), None
+        if len(parts) > len(cells):
+            summaries = Summaries(*list(parts.values())[7:])
 
-        verified.holds(Path(file), f"{_CHECKED} of {len(self)} keys", lambda: check(cells, len(self)))
-        return _Searchable(cells, self.keys, files.Mapped(file, os.stat(file)))
+        def checked() -> bool:
+            return check(cells, len(self)) and (summaries is None or check_summaries(summaries, cells))
+
+        verified.holds(Path(file), f"{_CHECKED} of {len(self)} keys", checked)
+        return _Searchable(cells, self.keys, files.Mapped(file, os.stat(file)), summaries)
 
     @property
     def cells(self) -> Cells:
@@ -204,20 +303,28 @@ class ClusteredIndex(ApproximateIndex):
 
     @property
     def nbytes(self) -> int:
-        return self.cells.nbytes
+        summaries: tuple[npt.NDArray[Any], ...] = self._native.summaries or ()
+        return self.cells.nbytes + sum(part.nbytes for part in summaries)
 
 
 class _Searchable:
-    """Cells as `search_layer` takes them: by addresses of arrays that live as long as this object."""
+    """Cells, and summaries of all or some of them, as compiled functions take them: by addresses of arrays
+    that live as long as this object.
+    """
 
-    def __init__(self, own: Cells, keys: Any, mapped: files.Mapped | None = None):
+    def __init__(
+        self, own: Cells, keys: Any, mapped: files.Mapped | None = None, summaries: Summaries | None = None
+    ):
         self.cells = Cells(*map(np.ascontiguousarray, own))
+        self.summaries = summaries
         self.mapped = mapped
         self.keys = scan.bits(keys)
         self.layout = scan.layout(keys)
         self.parts = (*self.cells, self.keys)  # addresses are of whole arrays
-        self.addresses = [part.ctypes.data for part in self.parts]
-        self.sizes = [len(own.counts), len(own.ids) // BLOCK, len(self.keys)]
+        addresses = [part.ctypes.data for part in (*self.parts, *(summaries or ()))]
+        self.addresses = np.array(addresses + [0] * (14 - len(addresses)))
+        groups = len(summaries.sizes) if summaries else 0
+        self.sizes = np.array([len(own.counts), len(own.ids) // BLOCK, len(self.keys), groups])
 
 
 def _sparse(n: int, k: int) -> bool:
@@ -245,21 +352,7 @@ def _searched(
     if deviations is None:
         deviations = [head.deviations_for(k) for head in heads]
     count, rows, _ = queries.shape
-    natives = [head._native for head in heads]
-    for native in natives:
-        if native.mapped is not None and native.mapped.shrank:
-            raise IndexDamaged(
-                f"{native.mapped.file} is shorter than it was when it was opened; build the index again with "
-                "`offload-decode index`."
-            )
-    keys = natives[0].keys
-    together = Heads(
-        parts=np.array([native.addresses for native in natives]),
-        sizes=np.array([native.sizes for native in natives]),
-        deviations=np.array(deviations, np.float32),
-        like=np.empty((0, keys.shape[1]), keys.dtype),  # one signature for numba, mapped or not
-        layout=natives[0].layout,
-    )
+    together = _together(heads, np.array(deviations, np.float32))
     per_task = min(_rows_of_a_task(k), max(QUERIES, ceil(count * rows / threads.THREADS)))
     tasks = count * -(-rows // per_task)
     parts = max(1, min(threads.THREADS // tasks, int(together.sizes[:, 0].min()) // _CELLS_OF_A_PART))
@@ -271,6 +364,23 @@ def _searched(
     if not np.isfinite(hits.scores).all():
         raise InvalidIndexInput(NOT_FINITE)
     return hits
+
+
+def _together(heads: Sequence[ClusteredIndex], deviations: Float32) -> Heads:
+    natives = [head._native for head in heads]
+    for native in natives:
+        if native.mapped is not None and native.mapped.shrank:
+            raise IndexDamaged(
+                f"{native.mapped.file} is shorter than it was when it was opened; build the index again with "
+                "`offload-decode index`."
+            )
+    return Heads(
+        parts=np.stack([native.addresses for native in natives]),
+        sizes=np.stack([native.sizes for native in natives]),
+        deviations=deviations,
+        row_bytes=natives[0].keys.shape[1],
+        layout=natives[0].layout,
+    )
 
 
 def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int) -> Best:

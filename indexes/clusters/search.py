@@ -81,7 +81,7 @@ def _share_beyond(z: Any) -> Any:
 
 AIMED = 1.1  # times the keys wanted are predicted above the threshold, as some lie in skipped cells
 FIRST = 4  # times the keys wanted: in the cells that set a threshold where the predicted one failed
-_BITS: Any = np.uint32  # of float32, as loops over rows take them
+_BYTES: Any = np.uint8  # of float32, as loops over rows take them
 
 
 def candidates_for(k: int) -> int:
@@ -95,15 +95,15 @@ _candidates_for = njit(nogil=True, cache=True)(candidates_for)
 class Heads(NamedTuple):
     """The H heads of a layer, so that one function is compiled for any number of them.
 
-    parts: int64 `[H, 8]`, the addresses of what `Cells` has and of the keys' bits. sizes: int64 `[H, 3]`, the
-    numbers of cells, blocks and keys. deviations: float32 `[H]`. like: an array of the kind of the keys'
-    bits; layout: that of the bits.
+    parts: int64 `[H, 14]`, the addresses of what `Cells` has, of the keys' bits, and of what `Summaries` has
+    (0 where there are none). sizes: int64 `[H, 4]`, the numbers of cells, blocks, keys and groups.
+    deviations: float32 `[H]`. row_bytes, layout: of the keys' bits.
     """
 
     parts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     deviations: Float32
-    like: npt.NDArray[Any]
+    row_bytes: int
     layout: int
 
 
@@ -138,7 +138,7 @@ def predict_moments(heads: Any, queries: Any, part: int, parts: int, predicted: 
     """Near and inverse of a part of each head's cells."""
     dim = queries.shape[2]
     for head in range(len(queries)):
-        cells = _cells(heads, head, dim)
+        cells = cells_of(heads, head, dim)
         first, after = len(cells.counts) * part // parts, len(cells.counts) * (part + 1) // parts
         own = moments(cells.means[first:after], cells.variances[first:after], _scaled(queries[head])[0])
         predicted.near[head, :, first:after], predicted.inverse[head, :, first:after] = own
@@ -150,7 +150,7 @@ def predict_thresholds(heads: Any, queries: Any, k: int, part: int, parts: int, 
     rows, dim = queries.shape[1:]
     for task in range(part, len(queries) * rows, parts):
         head, r = task // rows, task % rows
-        counts = _cells(heads, head, dim).counts
+        counts = cells_of(heads, head, dim).counts
         near, inverse = predicted.near[head, r, : len(counts)], predicted.inverse[head, r, : len(counts)]
         predicted.thresholds[head, r] = threshold_of(near, inverse, counts, AIMED * _candidates_for(k))
 
@@ -165,8 +165,7 @@ def search_layer(heads: Any, queries: Any, k: int, share: Any, predicted: Any, b
     for task in range(share.first, parts * len(queries) * tasks, share.step):
         part, head, group = task % parts, task // parts // tasks, task // parts % tasks
         own = slice(group * share.rows, min((group + 1) * share.rows, rows))
-        cells = _cells(heads, head, dim)
-        bits = carray(at(heads.parts[head, 7]), (heads.sizes[head, 2], heads.like.shape[1]), heads.like.dtype)
+        cells = cells_of(heads, head, dim)
         scaled, size = _scaled(queries[head, own])
         if len(predicted.thresholds):
             count = len(cells.counts)
@@ -178,21 +177,28 @@ def search_layer(heads: Any, queries: Any, k: int, share: Any, predicted: Any, b
             thresholds = np.empty(len(size), np.float32)
             for r in range(len(size)):
                 thresholds[r] = threshold_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
-        keys, ready = HeadKeys(bits, heads.layout), (near, inverse, thresholds)
+        keys, ready = keys_of(heads, head), (near, inverse, thresholds)
         found = Best(best.ids[part, head, own], best.scores[part, head, own], best.seen[part, head, own])
         deviations = heads.deviations[head]
         search_rows(cells, keys, queries[head, own], (scaled, size), ready, k, deviations, part, parts, found)
 
 
 @njit(nogil=True, cache=True)
-def _cells(heads: Any, head: int, dim: int) -> Any:
+def keys_of(heads: Any, head: int) -> Any:
+    """The keys of a head."""
+    bits = carray(at(heads.parts[head, 7]), (heads.sizes[head, 2], heads.row_bytes), np.uint8)
+    return HeadKeys(bits, heads.layout)
+
+
+@njit(nogil=True, cache=True)
+def cells_of(heads: Any, head: int, dim: int) -> Any:
     """The cells of a head. Their moments come as their bits."""
     address, count, blocks = heads.parts[head], heads.sizes[head, 0], heads.sizes[head, 1]
     return Cells(
         carray(at(address[0]), (count + 1,), np.int64),
         carray(at(address[1]), (count,), np.int32),
-        carray(at(address[2]), (count, dim), _BITS),
-        carray(at(address[3]), (count, dim), _BITS),
+        carray(at(address[2]), (count, 4 * dim), _BYTES),
+        carray(at(address[3]), (count, 4 * dim), _BYTES),
         carray(at(address[4]), (blocks * -(-dim // GROUP) * WORD,), np.uint8),
         carray(at(address[5]), (blocks * BLOCK,), np.float32),
         carray(at(address[6]), (blocks * BLOCK,), np.int32),

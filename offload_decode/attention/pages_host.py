@@ -90,7 +90,7 @@ def _score_block(bounds: Any, queries: Any, start: int, count: int, rows: Any, s
 
 @njit(nogil=True, cache=True)
 def _widen_floats(lower: Any, upper: Any, layout: int, rows: Any) -> None:
-    dim, half = lower.shape[1], rows.shape[1] // 2
+    dim, half = lower.shape[1] // (4 if layout == scan.FP32 else 2), rows.shape[1] // 2
     for r in range(len(lower)):
         scan.widen_row(upper[r], layout, rows[r, :dim])
         scan.widen_row(lower[r], layout, rows[r, half : half + dim])
@@ -109,7 +109,7 @@ def _widen_codes(sides: Any, scale: Any, rows: Any) -> None:
 @njit(nogil=True, cache=True)
 def _widen_scaled(codes: Any, scale: Any, out: Any) -> None:
     for d in range(len(out)):
-        out[d] = np.float32(codes[d]) * scale[d]
+        out[d] = np.float32(np.int8(codes[d])) * scale[d]
 
 
 @njit(nogil=True, cache=True)
@@ -340,8 +340,5 @@ def _listed(pages: Tensor, page_size: int, limit: Tensor) -> Listed:
 
 
 def _bits(numbers: Tensor) -> Array:
-    """A tensor's memory: int8 as it is, floats as the unsigned integers that `widen_row` reads."""
-    numbers = numbers.contiguous()
-    if numbers.dtype is torch.int8:
-        return numbers.numpy()
-    return numbers.view(torch.uint32 if numbers.dtype is torch.float32 else torch.uint16).numpy()
+    """A tensor's memory as bytes."""
+    return numbers.contiguous().view(torch.uint8).numpy()

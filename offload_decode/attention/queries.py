@@ -139,12 +139,9 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:
     """The state of two disjoint parts together; commutative and associative (docs/methods.md §1)."""
     lse = torch.logaddexp(first.lse, second.lse)
-    # Two empty parts: -inf minus -inf would be nan, and both weights are zero.
-    weigh = torch.where(torch.isneginf(lse), 0.0, lse)
-    out = first.out * torch.exp(first.lse - weigh).unsqueeze(-1) + second.out * torch.exp(
-        second.lse - weigh
-    ).unsqueeze(-1)
-    return AttentionState(out, lse)
+    # Two empty parts: -inf minus -inf would be nan.
+    share = torch.exp(first.lse - lse.masked_fill(lse.isneginf(), 0.0))
+    return AttentionState(torch.lerp(second.out, first.out, share.unsqueeze(-1)), lse)
 
 
 def joined(parts: Sequence[AttentionState], dim: int) -> AttentionState:

@@ -33,7 +33,7 @@ class Rows:
         self.dim = encodings.dim(array)
         self.layout = layout(array)
         self.bits = bits(array)
-        self.row_bytes: int = self.bits.itemsize * self.bits.shape[1]
+        self.row_bytes: int = self.bits.shape[1]
         self.encoded = self.layout in (INT8, INT4)
         self.raw = tensor_view(self.bits if self.encoded else array)
 
@@ -93,13 +93,12 @@ def numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
 class LayerRows(NamedTuple):
     """The keys or values of the H heads of a layer, so that one function is compiled for any number of them.
 
-    addresses: int64 `[H]`, of the heads' bits in `length` rows. like: an array of the kind of these bits,
-    with no rows; layout: that of the bits.
+    addresses: int64 `[H]`, of the heads' bits in `length` rows of `row_bytes`. layout: that of the bits.
     """
 
     addresses: npt.NDArray[np.int64]
     length: int
-    like: npt.NDArray[Any]
+    row_bytes: int
     layout: int
 
 
@@ -110,18 +109,18 @@ class HeadRows(tuple[Rows, ...]):
     def compiled(self) -> LayerRows:
         """What compiled functions take; these rows must outlive it."""
         bits, layout = self[0].bits, self[0].layout
-        if len({(rows.layout, rows.bits.dtype, rows.bits.shape) for rows in self}) > 1:
+        if len({(rows.layout, rows.bits.shape) for rows in self}) > 1:
             raise ValueError("the heads of a layer are stored in different ways")
         if not all(rows.bits.flags.c_contiguous for rows in self):
             raise ValueError("rows are read by their addresses: they must lie one behind the other")
         addresses = np.array([rows.bits.ctypes.data for rows in self], np.int64)
-        return LayerRows(addresses, len(bits), np.empty((0, bits.shape[1]), bits.dtype), layout)
+        return LayerRows(addresses, len(bits), bits.shape[1], layout)
 
 
 @njit(nogil=True, cache=True)
 def head_bits(layer: Any, head: int) -> Any:
     """The bits of the rows of one of the heads of `LayerRows`."""
-    return carray(at(layer.addresses[head]), (layer.length, layer.like.shape[1]), layer.like.dtype)
+    return carray(at(layer.addresses[head]), (layer.length, layer.row_bytes), np.uint8)
 
 
 def run(work: Callable[[int, slice], None], heads: int, length: int) -> None:
@@ -164,7 +163,7 @@ def unite(ids: Tensor, n_tokens: int) -> tuple[list[Int64], Tensor]:
 
 def gather_rows(stored: Sequence[Rows], tokens: Sequence[Int64], out: Tensor) -> None:
     """The rows `tokens[h]` of every KV head's stored rows, head by head, to `out [n, row_bytes]` uint8."""
-    target: npt.NDArray[Any] = out.numpy().view(stored[0].bits.dtype)
+    target = out.numpy()
     ends = np.cumsum([len(own) for own in tokens])
 
     def copy(head: int, part: slice) -> None:

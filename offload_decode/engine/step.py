@@ -57,7 +57,7 @@ class StoredPrefix:
         Raises `ConfigError` for options that the selector does not have or cannot keep to.
         """
         chosen = create(selector, options, host, shape)
-        return cls(host, chosen, tails.create(chosen.selector.options.tail, host))
+        return cls(host, chosen, tails.create(chosen.selector))
 
     @property
     def selector(self) -> Selector:

@@ -43,13 +43,16 @@ class Agreement:
 
 
 def forced(engine: Engine, run: recorded.DenseRun, progress: Callable[[], None]) -> Tensor:
-    """Logits `[n, V]` of an engine that is given a dense run's tokens one by one, whatever it would say."""
-    logits = [engine.ask(run.question)]
+    """Logits `[n, V]` of an engine that is given a dense run's tokens, whatever it would say."""
+    logits, step = [engine.ask(run.question)[None]], recorded.forced_at_once(engine)
     progress()
-    for token in run.tokens[:-1]:
-        logits.append(engine.extend([token]))
-        progress()
-    return torch.stack(logits)
+    given = list(run.tokens[:-1])
+    with engine.step():
+        for start in range(0, len(given), step):
+            logits.append(engine.run(given[start : start + step], every=True))
+            for _ in range(len(logits[-1])):
+                progress()
+    return torch.cat(logits)
 
 
 def divergence(dense: Tensor, other: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.recorded_queries import AttentionDemand
+from offload_decode.evals.recorded_queries import AttentionDemand, forced_at_once
 from offload_decode.evals.runs import Count, Number, Record, Results, Text, Unit, grouped
 from offload_decode.evals.stats import Estimate, block_mean
 from offload_decode.models.loading import LoadedModel
@@ -30,7 +30,6 @@ from offload_decode.models.prompt import encode_text, opening_of
 from offload_decode.store.reader import KVStore
 
 Tokens = npt.NDArray[np.int32]
-PART = 256  # tokens whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,8 @@ def behind_window(loaded: LoadedModel, window: Tokens, tokens: Tokens) -> Forced
 
 
 def _run(conversation: Conversation, tokens: Tokens, ran: Callable[[], None] = lambda: None) -> Forced:
-    """Run the tokens; `ran` is called after each pass.
-
-    Where tokens of a pass choose together, or are remembered, each is run alone, as it is when it is
-    generated: an earlier one must not choose by a later one.
-    """
-    chosen = conversation.prefix.chosen
-    step = 1 if chosen.one_question or chosen.selector.remembers else PART
+    """Run the tokens; `ran` is called after each pass."""
+    step = forced_at_once(conversation)
     parts = []
     with conversation.step():
         for start in range(0, len(tokens) - 1, step):

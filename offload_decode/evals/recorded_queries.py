@@ -15,6 +15,7 @@ from torch import Tensor
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import tensor_view
+from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
@@ -67,6 +68,17 @@ class Watched(Budgeted):
         selection = super().select(layer, queries)
         self.seen.append((queries, selection))
         return selection
+
+
+FORCED = 256  # tokens whose logits are in memory at once
+
+
+def forced_at_once(conversation: Conversation) -> int:
+    """Of tokens that are given, how many a pass may run: one where tokens of a pass choose together, or are
+    remembered, as when they are generated: an earlier one must not choose by a later one.
+    """
+    chosen = conversation.prefix.chosen
+    return 1 if chosen.one_question or chosen.selector.remembers else FORCED
 
 
 def run_dense(

@@ -41,9 +41,12 @@ class Oracle(Selector):
 
 @dataclass(frozen=True)
 class Options(SelectorOptions):
-    """`index`: the kind of index; `auto` is the clusters where they are built, else flat."""
+    """`index`: the kind of index; `auto` is the clusters where they are built, else flat. `tail`: as for all,
+    or `auto`: `clusters` where these are searched, else `off`.
+    """
 
     index: str = "auto"
+    tail: str = "auto"
 
 
 class TopK(Selector):

@@ -6,9 +6,8 @@ counts once (docs/methods.md §1). It is computed on the host, where keys and va
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from math import isqrt
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,12 @@ from torch import Tensor
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries, empty_state, softmax
 from offload_decode.common.errors import ConfigError
-from offload_decode.indexes.clusters.kmeans import Clusters, build
+from offload_decode.common.rows import encodings
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.kv.host_cache import SCORES, HostKV
+from offload_decode.kv.indexes import AUTO
+from offload_decode.selectors.base import Selector
+from offload_decode.selectors.topk import HeadIndexes, TopK
 from offload_decode.types import PageSelection, Selection
 
 HOST = torch.device("cpu")
@@ -35,77 +38,36 @@ class Estimate(NamedTuple):
     deviation: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Selected:
-    """What r rows of one KV head selected: `ids [r, k]` int64, padded with -1; their q·k, or None."""
-
-    ids: Tensor
-    scores: Tensor | None
-
-    @property
-    def padding(self) -> Tensor:
-        """True `[r, k]` where an id is padding."""
-        return self.ids < 0
-
-
 class Tail(ABC):
-    """One way of estimating. `size` is the number after the colon in `-o tail=name:size`; `states_error`
-    says whether estimates come with their deviation.
+    """One way of estimating, by the summaries of clusters: of the index that is searched, or was built; where
+    there is none, they are made in memory, layer by layer, unless `built` ones are asked for.
     """
 
-    default_size: ClassVar[int]
-    least_size: ClassVar[int] = 1
-    largest_size: ClassVar[int] = 1 << 16
-    states_error: ClassVar[bool] = False
-    cluster_size: ClassVar[int | None] = None  # keys of a cluster, on average; None: as many as the size
+    def __init__(self, host: HostKV, indexes: HeadIndexes, built: bool = False):
+        self.host, self.indexes, self.built = host, indexes, built
+        self._made: dict[int, list[ClusteredIndex]] = {}
 
-    def __init__(self, host: HostKV, size: int):
-        self.host = host
-        self.size = size
-        self._clusters: dict[tuple[int, int], Clusters] = {}
-        self._derived: dict[tuple[int, int], Tensor] = {}  # what a kind makes of the clusters
+    def clusters(self, layer: int) -> list[ClusteredIndex] | None:
+        """Those of every KV head; None where `built` ones have no summaries, as those of earlier versions."""
+        if layer in self._made:
+            return self._made[layer]
+        heads = range(len(self.host.layer_keys(layer)))
+        found = [self.indexes.get(layer, head) for head in heads] if self.indexes.kind == "clusters" else []
+        loaded = [index for index in found if isinstance(index, ClusteredIndex)]
+        if self.built:
+            return loaded if loaded and all(index.summarized for index in loaded) else None
+        for head in heads:
+            values = self.host.values(layer, head).array
+            if not loaded:
+                found.append(ClusteredIndex.untuned(self.host.keys(layer, head).array, values))
+            elif not loaded[head].summarized:
+                loaded[head].summarize(values)
+        self._made[layer] = [index for index in found if isinstance(index, ClusteredIndex)]
+        return self._made[layer]
 
-    def clusters(self, layer: int, head: int) -> Clusters:
-        """The clusters of one KV head's keys, built when first asked for and kept."""
-        if (layer, head) not in self._clusters:
-            self._clusters[layer, head] = build(
-                self.host.keys(layer, head).array, self.cluster_size or self.size
-            )
-        return self._clusters[layer, head]
-
+    @abstractmethod
     def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
         """The state of what `selection`, which is not everything, leaves out, for each row `[Hkv, R]`."""
-        rows = queries.vectors.cpu()
-        state = empty_state(rows, self.host.values(layer, 0).dim)
-        deviation = torch.full_like(state.lse, -torch.inf) if self.states_error else None
-        lists, list_of_row = selected_lists(selection, queries, self.host.length)
-        scores = selection.scores if isinstance(selection, Selection) else None
-        for head in range(rows.shape[0]):
-            for part in self._parts(layer, head, rows.shape[1], lists.shape[2]):
-                own = None if scores is None else scores[head, part].cpu()
-                selected = Selected(lists[head, list_of_row[part]], own)
-                estimate = self.estimate_rows(layer, head, queries, rows[head, part], selected)
-                state.out[head, part], state.lse[head, part] = estimate.out, estimate.lse
-                if deviation is not None and estimate.deviation is not None:
-                    deviation[head, part] = estimate.deviation
-        device = queries.vectors.device
-        deviation = None if deviation is None else deviation.to(device)
-        return Estimate(state.out.to(device), state.lse.to(device), deviation)
-
-    def _parts(self, layer: int, head: int, rows: int, k: int) -> list[slice]:
-        # A row meets every cluster, and the tokens that the part's rows selected.
-        step = max(1, min(SCORES // self.width(layer, head), isqrt(SCORES // max(1, k))))
-        return [slice(start, start + step) for start in range(0, rows, step)]
-
-    @abstractmethod
-    def width(self, layer: int, head: int) -> int:
-        """Numbers in memory for each row."""
-
-    @abstractmethod
-    def estimate_rows(
-        self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
-    ) -> Estimate:
-        """The estimate for `rows [r, D]` of one KV head."""
 
 
 def selected_lists(
@@ -124,45 +86,31 @@ def selected_lists(
 
 
 class ClusterEstimate(Tail):
-    """`clusters:16`: clusters of 16 keys on average, each standing for its unselected tokens at their mean.
+    """`clusters`: groups of about eight keys stand at their mean, less the selected ones, and cells of little
+    weight at theirs (docs/methods.md §2).
 
-    Selected tokens are taken out of their cluster's size, key sum and value sum (docs/methods.md §2). By
-    Jensen's inequality the estimated denominator is too small; a second-order correction by the keys'
+    By Jensen's inequality the estimated denominator is too small; a second-order correction by the keys'
     variance mends that, but worsened the output, so there is none.
     """
 
-    default_size = 16
-
-    def width(self, layer: int, head: int) -> int:
-        """A handful of numbers for each cluster."""
-        return len(self.clusters(layer, head).sizes)
-
-    def estimate_rows(
-        self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
-    ) -> Estimate:
-        """Attention to what is left of the clusters."""
-        clusters = self.clusters(layer, head)
-        union, place = torch.unique(selected.ids.clamp(min=0), return_inverse=True)
-        scores = selected.scores
-        if scores is None:
-            scores = (rows @ self.host.keys(layer, head).read(union, HOST).T).gather(1, place)
-        owner = torch.from_numpy(clusters.labels)[selected.ids.clamp(min=0)].long()
-
-        left = torch.from_numpy(clusters.sizes).float().expand(len(rows), -1)
-        left = left.scatter_add(1, owner, selected.padding.float() - 1)
-        score_sums = rows @ torch.from_numpy(clusters.sums).T
-        score_sums.scatter_add_(1, owner, -scores.masked_fill(selected.padding, 0))
-        logits = queries.logits(score_sums / left.clamp(min=1)) + left.log()
-        weights, lse = softmax(logits)
-        weights /= left.clamp(min=1)
-
-        taken = torch.zeros(len(rows), len(union))
-        taken.scatter_add_(1, place, weights.gather(1, owner).masked_fill(selected.padding, 0))
-        values = self.host.values(layer, head).read(union, HOST)
-        if (layer, head) not in self._derived:
-            every = clusters.sum_of(self.host.values(layer, head).array)
-            self._derived[layer, head] = torch.from_numpy(every)
-        return Estimate(weights @ self._derived[layer, head] - taken @ values, lse)
+    def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
+        heads = self.clusters(layer)
+        if heads is None:
+            return Estimate(*empty_state(queries.vectors, self.host.values(layer, 0).dim))
+        rows, how = queries.on_host().contiguous().numpy(), (queries.scaling, queries.softcap)
+        if isinstance(selection, Selection):
+            scores = None if selection.scores is None else selection.scores.cpu().contiguous().numpy()
+            ids, _ = selected_lists(selection, queries, self.host.length)
+            states = [ClusteredIndex.estimate(heads, rows, ids.contiguous().numpy(), scores, *how)]
+        else:
+            lists, list_of_row = selected_lists(selection, queries, self.host.length)
+            states, step = [], max(1, SCORES // max(1, lists[:, 0].numel()))
+            for start in range(0, rows.shape[1], step):
+                part = slice(start, start + step)
+                own = np.ascontiguousarray(rows[:, part]), lists[:, list_of_row[part]].numpy()
+                states.append(ClusteredIndex.estimate(heads, *own, None, *how))
+        out, lse = (torch.from_numpy(np.concatenate(own, axis=1)) for own in zip(*states, strict=True))
+        return Estimate(out.to(queries.vectors.device), lse.to(queries.vectors.device))
 
 
 UNIFORM = 0.1  # the share of draws that ignore the query
@@ -183,21 +131,45 @@ class SampleEstimate(Tail):
     stratified draws (Wolter, Introduction to Variance Estimation, §8.2): never too small on average.
     """
 
-    default_size = 256
-    least_size = 2
-    states_error = True
-    cluster_size = 16
     seed = 0
 
-    def width(self, layer: int, head: int) -> int:
-        """A handful of numbers for each cluster, and the keys and values of the draws."""
+    def __init__(self, host: HostKV, indexes: HeadIndexes, size: int):
+        super().__init__(host, indexes)
+        self.size = size
+        self._clusters: dict[tuple[int, int], _Clusters] = {}
+
+    def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
+        rows = queries.vectors.cpu()
+        state = empty_state(rows, self.host.values(layer, 0).dim)
+        deviation = torch.full_like(state.lse, -torch.inf)
+        lists, list_of_row = selected_lists(selection, queries, self.host.length)
+        for head in range(rows.shape[0]):
+            # A row meets every cluster, and the tokens that the part's rows selected.
+            step = max(1, min(SCORES // self._width(layer, head), isqrt(SCORES // max(1, lists.shape[2]))))
+            for start in range(0, rows.shape[1], step):
+                part = slice(start, start + step)
+                selected = lists[head, list_of_row[part]]
+                own = self.estimate_rows(layer, head, queries, rows[head, part], selected)
+                state.out[head, part], state.lse[head, part], deviation[head, part] = own
+        there = (part.to(queries.vectors.device) for part in (*state, deviation))
+        return Estimate(*there)
+
+    def _width(self, layer: int, head: int) -> int:
+        """Numbers in memory for each row: some for each cluster, and the keys and values of the draws."""
         widest = max(self.host.keys(layer, head).dim, self.host.values(layer, head).dim)
-        return max(len(self.clusters(layer, head).sizes), self.size * widest)
+        return max(len(self._of_head(layer, head).sizes), self.size * widest)
+
+    def _of_head(self, layer: int, head: int) -> "_Clusters":
+        if (layer, head) not in self._clusters:
+            heads = self.clusters(layer)
+            assert heads is not None, "they are made where there are none"
+            self._clusters[layer, head] = _Clusters.of(heads[head])
+        return self._clusters[layer, head]
 
     def estimate_rows(
-        self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
-    ) -> Estimate:
-        """Weighted attention to the draws."""
+        self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted attention to the draws, for `rows [r, D]` of one KV head that selected ids `[r, k]`."""
         tokens, log_p = self._draw(layer, head, queries, rows, selected)
         keys, values = (
             stored.read(tokens.flatten(), HOST).reshape(*tokens.shape, -1)
@@ -209,20 +181,20 @@ class SampleEstimate(Tail):
         m = self.size
         variance = weights.diff(dim=1).square().sum(1) * (m / (2 * (m - 1)))
         lse = lse - math.log(m)
-        return Estimate(out, lse, variance.log() / 2 + lse)
+        return out, lse, variance.log() / 2 + lse
 
     def _draw(
-        self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
+        self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Tokens `[r, m]` and the log of their probability in a draw, infinite where a row left none."""
-        clusters = self.clusters(layer, head)
-        sizes = torch.from_numpy(clusters.sizes).double()
-        owner = torch.from_numpy(clusters.labels)[selected.ids.clamp(min=0)].long()
-        left = sizes.expand(len(rows), -1).scatter_add(1, owner, selected.padding.double() - 1)
+        clusters, padding = self._of_head(layer, head), selected < 0
+        sizes = clusters.sizes.double()
+        owner = clusters.labels[selected.clamp(min=0)].long()
+        left = sizes.expand(len(rows), -1).scatter_add(1, owner, padding.double() - 1)
         none = left.sum(1, keepdim=True) == 0
         left = torch.where(none, sizes, left)
 
-        means = (rows @ torch.from_numpy(clusters.sums).T) / sizes.clamp(min=1).float()
+        means = rows @ clusters.means.T
         attention = torch.softmax(queries.logits(means).double() + left.log(), dim=1)
         share = (1 - UNIFORM) * attention + UNIFORM * left / left.sum(1, keepdim=True)
 
@@ -236,14 +208,33 @@ class SampleEstimate(Tail):
         rank = (left.cumsum(1) - left).gather(1, chosen) + into.floor().clamp(
             torch.zeros_like(size), size - 1
         )
-        if (layer, head) not in self._derived:  # each token's place among the members of all clusters
-            members = torch.from_numpy(clusters.members)
-            order = torch.arange(len(members), dtype=torch.int32)
-            self._derived[layer, head] = torch.empty_like(members).scatter_(0, members.long(), order)
-        places = self._derived[layer, head][selected.ids.clamp(min=0)]
-        place = _unselected(places, selected.padding, rank.long())
-        tokens = torch.from_numpy(clusters.members)[place.clamp(max=len(clusters.members) - 1)].long()
+        place = _unselected(clusters.places[selected.clamp(min=0)], padding, rank.long())
+        tokens = clusters.members[place.clamp(max=len(clusters.members) - 1)].long()
         return tokens, (chance / size).log().float().masked_fill(none, torch.inf)
+
+
+class _Clusters(NamedTuple):
+    """The groups of a head's summaries: `means [C, D]`, `sizes [C]`, the cluster
+    of each key, `labels [N]`, the keys in the order of their clusters, `members [N]`, and the place of each
+    key among these, `places [N]`.
+    """
+
+    means: Tensor
+    sizes: Tensor
+    labels: Tensor
+    members: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, index: ClusteredIndex) -> "_Clusters":
+        cells, summaries = index.cells, index.summaries
+        means = encodings.decode(encodings.as_records(summaries.keys, encodings.INT8))
+        means += np.repeat(cells.means, np.diff(summaries.first), axis=0)
+        members = np.argsort(summaries.labels, kind="stable")
+        places = np.empty_like(members)
+        places[members] = np.arange(len(members))
+        parts = means, summaries.sizes, summaries.labels, members, places
+        return cls(*(torch.from_numpy(np.array(part)) for part in parts))
 
 
 def _unselected(places: Tensor, padding: Tensor, rank: Tensor) -> Tensor:
@@ -254,28 +245,32 @@ def _unselected(places: Tensor, padding: Tensor, rank: Tensor) -> Tensor:
     return rank + torch.searchsorted(before, rank, right=True)
 
 
-OFF = "off"
-_KINDS: dict[str, type[Tail]] = {"clusters": ClusterEstimate, "sample": SampleEstimate}
+OFF, CLUSTERS, SAMPLE = "off", "clusters", "sample"
+DRAWS = 256
+_MOST = 1 << 16
 
 
-def create(option: str, host: HostKV) -> Tail | None:
-    """The estimate of `off`, `name` or `name:size`; None is off. Raises `ConfigError` for anything else."""
+def create(selector: Selector) -> Tail | None:
+    """The estimate that a selector's option `tail` names: `off` (None), `auto` (clusters, where the index
+    that is searched has them), `clusters`, `sample` or `sample:512`. Raises `ConfigError` for others.
+    """
+    option, host = selector.options.tail, selector.host
     if option == OFF:
         return None
     name, colon, number = option.partition(":")
-    if name not in _KINDS:
+    if name not in (AUTO, CLUSTERS, SAMPLE) or (colon and name != SAMPLE):
         raise ConfigError(
-            f"tail '{option}' is unknown: choose {OFF}, {' or '.join(_KINDS)}, or one with a size, "
-            "as in sample:512"
+            f"tail '{option}' is unknown: choose {OFF}, {AUTO}, {CLUSTERS} or {SAMPLE}, this with a number "
+            "of draws as in sample:512"
         )
-    kind = _KINDS[name]
-    size = kind.default_size
-    if colon:
-        whole = number.isascii() and number.isdigit() and len(number) < 10
-        if not (whole and kind.least_size <= int(number) <= kind.largest_size):
-            raise ConfigError(
-                f"tail '{option}' needs a whole number from {kind.least_size} to {kind.largest_size} "
-                f"after the colon, as in {name}:{kind.default_size}"
-            )
-        size = int(number)
-    return kind(host, size)
+    whole = number.isascii() and number.isdigit() and len(number) < 10
+    if colon and not (whole and 2 <= int(number) <= _MOST):
+        raise ConfigError(
+            f"tail '{option}' needs a whole number from 2 to {_MOST} after the colon, as in sample:{DRAWS}"
+        )
+    indexes = selector.indexes if isinstance(selector, TopK) else HeadIndexes(host.store, AUTO)
+    if name == SAMPLE:
+        return SampleEstimate(host, indexes, int(number or DRAWS))
+    if name == AUTO and indexes.kind != "clusters":
+        return None
+    return ClusterEstimate(host, indexes, built=name == AUTO)

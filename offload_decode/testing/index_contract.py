@@ -338,6 +338,7 @@ class IndexContract:
         drawn = np.random.default_rng(0).standard_normal((4000, dim)).astype(np.float32)
         keys = encodings.encode(drawn, dtype) if dtype == encodings.INT8 else drawn.astype(dtype)
         built = self.cls.build(keys)
+        built.summarize(keys)
         stated = self.cls.costs(len(keys), dim, keys.dtype, 64)
         built.save(tmp_path / "i")
         file = sum(path.stat().st_size for path in tmp_path.iterdir() if path.suffix != ".json")

@@ -95,7 +95,8 @@ def test_no_head_is_ever_decoded_whole(tmp_path, monkeypatch, kv, selector, opti
     monkeypatch.setattr("offload_decode.selectors.scores.BLOCK_TOKENS", most)
     monkeypatch.setattr("offload_decode.kv.page_bounds.STEP_TOKENS", most)
     monkeypatch.setattr("offload_decode.common.rows.arrays._BLOCK_BYTES", 4 * most * 16)
-    monkeypatch.setattr("offload_decode.indexes.clusters.kmeans.SEGMENT", most)
+    monkeypatch.setattr("offload_decode.indexes.clusters.summaries._TOGETHER", most // 4)
+    monkeypatch.setattr("offload_decode.indexes.clusters.cells.SAMPLE", most)
     ways = (
         (rows, "widen_rows", lambda bits, layout, ids, out: len(ids)),
         (Rows, "floats", lambda stored, raw: raw.shape[:-1].numel()),

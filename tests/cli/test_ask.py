@@ -60,6 +60,6 @@ def test_a_sampled_tail_states_its_error(store):
 
 
 def test_a_wrong_estimate_is_refused(store):
-    assert "off, clusters or sample" in refused(2, "ask", store, *ASK, "-o", "tail=mean")
+    assert "off, auto, clusters or sample" in refused(2, "ask", store, *ASK, "-o", "tail=mean")
     for size in ("70000", "1" + 30 * "0"):
         assert "from 2 to 65536" in refused(2, "ask", store, *ASK, "-o", f"tail=sample:{size}")

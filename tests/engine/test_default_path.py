@@ -26,9 +26,9 @@ def asked(request, tmp_path_factory):
     return loaded, long_store(tmp_path_factory.mktemp("engine") / "long.kv", dtype, kv, loaded)
 
 
-def opened(asked, index="auto", budget=BUDGET):
+def opened(asked, index="auto", budget=BUDGET, tail="auto"):
     loaded, store = asked
-    return Engine.open(store, loaded, options={"budget": str(budget), "index": index})
+    return Engine.open(store, loaded, options={"budget": str(budget), "index": index, "tail": tail})
 
 
 def logits(engine):
@@ -54,10 +54,21 @@ def test_a_question_and_its_answer_search_clusters_and_leave_cells_out(asked, mo
 
 
 def test_answers_are_those_of_flat_search_but_for_what_recall_allows(asked):
-    clusters, flat = (logits(opened(asked, index)) for index in ("clusters", "flat"))
+    clusters, flat = (logits(opened(asked, index, tail="off")) for index in ("clusters", "flat"))
     dense = logits(opened(asked, "flat", "100%"))
     assert not torch.equal(flat, dense)
     assert (clusters - flat).norm() < 0.25 * (flat - dense).norm(), "a budget costs far more than its search"
+
+
+def test_what_is_not_selected_is_estimated(asked):
+    dense, off = logits(opened(asked, "flat", "100%")), logits(opened(asked, tail="off"))
+    default = logits(opened(asked))
+    assert torch.equal(default, logits(opened(asked, tail="clusters")))
+    assert torch.equal(off, logits(opened(asked, tail="off")))
+    assert (default - dense).norm() < 0.5 * (off - dense).norm()
+    assert torch.equal(logits(opened(asked, "flat")), logits(opened(asked, "flat", tail="off"))), (
+        "no clusters"
+    )
 
 
 def test_a_budget_of_everything_is_dense(asked):

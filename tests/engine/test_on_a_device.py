@@ -100,7 +100,7 @@ def test_every_selector_gives_the_hosts_logits_and_waits_once_a_layer(card, open
         ("quest", {"page_size": "4", "per_head": "true"}),
         ("quest", {"page_size": "7", "budget": "100%"}),
         ("topk", {"budget": "0"}),
-        ("topk", {"tail": "clusters:4"}),
+        ("topk", {"tail": "clusters"}),
         ("quest", {"page_size": "4", "tail": "sample:8"}),
     ],
     ids=str,

@@ -17,6 +17,7 @@ import numpy as np
 from offload_decode.common.errors import VectorIndexError
 from offload_decode.indexes import VectorIndex, files, get
 from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.testing.index_contract import (
     assert_truthful,
     assert_well_formed,
@@ -67,6 +68,8 @@ def outcome(cls: type[VectorIndex], path: Path, keys: Any, queries: Any) -> str:
     try:
         index = cls.load(path, keys, digest="d")
         hits = index.search(queries, K)
+        if isinstance(index, ClusteredIndex) and index.summarized:
+            ClusteredIndex.estimate([index], queries[None], hits.ids[None], None, 0.3)
     except VectorIndexError:
         return "refused"
     assert_well_formed(hits, len(queries), K, KEYS)
@@ -80,6 +83,7 @@ def main(kind: str, trials: int, seed: int) -> None:
     cls = get(kind)
     assert issubclass(cls, ApproximateIndex)
     index = cls.build(keys, near_queries(64), digest="d", k=K, target_recall=0.8)
+    index.summarize(clustered_keys(KEYS))
     assert index.recall is not None
     assert not index.recall.full_scan, "what is scanned does not use the file"
     with TemporaryDirectory() as folder:

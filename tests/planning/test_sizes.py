@@ -88,6 +88,7 @@ def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype, tmp_path):
     pytest.importorskip("faiss" if kind.startswith("faiss") else "hnswlib" if kind == "hnswlib" else "numpy")
     keys = np.random.default_rng(0).standard_normal((4000, 32)).astype(dtype)
     built = registry.get(kind).build(keys)
+    built.summarize(keys)
     given = (kind, ModelShape.uniform((LayerKind.FULL,), 1, 1, 32), 4000, "auto", np.dtype(dtype).name)
     costs = sizes.index_costs(*given)
     assert (costs.memory or costs.file) == pytest.approx(built.nbytes, rel=0.1)

@@ -9,7 +9,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from offload_decode.common.rows.compiled import half_to_single, scale_of
+from offload_decode.common.rows.compiled import half_to_single, scale_of, single, word
 from offload_decode.common.rows.encodings import SCALE_BYTES
 from offload_decode.common.rows.scan import BF16, FP16, INT4, INT8
 
@@ -50,17 +50,17 @@ def add_row(out: Any, weight: Any, bits: Any, layout: int, row: int) -> None:
 
 @_compiled(fastmath=_REASSOCIATE)
 def _dot_fp16(query: Any, bits: Any, row: int) -> Any:
-    total = np.float32(0)
+    start, total = row * bits.shape[1], np.float32(0)
     for d in range(len(query)):
-        total += query[d] * half_to_single(np.uint16(bits[row, d]))
+        total += query[d] * half_to_single(word(bits, start + 2 * d))
     return total
 
 
 @_compiled(fastmath=_REASSOCIATE)
 def _dot_bf16(query: Any, bits: Any, row: int) -> Any:
-    total = np.float32(0)
+    start, total = row * bits.shape[1], np.float32(0)
     for d in range(len(query)):
-        total += query[d] * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
+        total += query[d] * np.uint32(np.uint32(word(bits, start + 2 * d)) << np.uint32(16)).view(np.float32)
     return total
 
 
@@ -84,22 +84,24 @@ def _dot_int4(query: Any, bits: Any, row: int) -> Any:
 
 @_compiled(fastmath=_REASSOCIATE)
 def _dot_fp32(query: Any, bits: Any, row: int) -> Any:
-    total = np.float32(0)
+    start, total = row * bits.shape[1], np.float32(0)
     for d in range(len(query)):
-        total += query[d] * np.uint32(bits[row, d]).view(np.float32)
+        total += query[d] * single(bits, start + 4 * d)
     return total
 
 
 @_compiled(fastmath={"contract"})
 def _add_fp16(out: Any, weight: Any, bits: Any, row: int) -> None:
+    start = row * bits.shape[1]
     for d in range(len(out)):
-        out[d] += weight * half_to_single(np.uint16(bits[row, d]))
+        out[d] += weight * half_to_single(word(bits, start + 2 * d))
 
 
 @_compiled(fastmath={"contract"})
 def _add_bf16(out: Any, weight: Any, bits: Any, row: int) -> None:
+    start = row * bits.shape[1]
     for d in range(len(out)):
-        out[d] += weight * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
+        out[d] += weight * np.uint32(np.uint32(word(bits, start + 2 * d)) << np.uint32(16)).view(np.float32)
 
 
 @_compiled(fastmath={"contract"})
@@ -120,8 +122,9 @@ def _add_int4(out: Any, weight: Any, bits: Any, row: int) -> None:
 
 @_compiled(fastmath={"contract"})
 def _add_fp32(out: Any, weight: Any, bits: Any, row: int) -> None:
+    start = row * bits.shape[1]
     for d in range(len(out)):
-        out[d] += weight * np.uint32(bits[row, d]).view(np.float32)
+        out[d] += weight * single(bits, start + 4 * d)
 
 
 _LINE = 64  # bytes of a cache line

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import BFLOAT16, Keys
-from offload_decode.common.rows.compiled import features, half_to_single, scale_of
+from offload_decode.common.rows.compiled import features, half_to_single, scale_of, single, word
 from offload_decode.common.rows.encodings import SCALE_BYTES
 
 # Inner products of a few rows with a few queries at once: `[ROWS, W]` times `[QUERIES, W]`, in float32. Each
@@ -139,11 +139,11 @@ def layout(rows: Keys) -> int:
     return BF16 if rows.dtype == BFLOAT16 else FP16
 
 
-def bits(rows: Keys) -> npt.NDArray[Any]:
-    """The memory of rows, `[N, W]`: bytes of encoded ones, else the floats as unsigned integers."""
-    if encodings.encoding_of(rows) is not None:
-        return encodings.as_raw(rows)
-    return rows.view(np.uint32 if rows.dtype == np.float32 else np.uint16)
+def bits(rows: Keys) -> npt.NDArray[np.uint8]:
+    """The memory of rows, bytes `[N, W]`, read-only: of one type, so that a loop is compiled once for all."""
+    memory = rows.view(np.uint8) if encodings.encoding_of(rows) is None else encodings.as_raw(rows)
+    memory.flags.writeable = False
+    return memory
 
 
 @njit(nogil=True, cache=True)
@@ -192,19 +192,19 @@ def widen_row(bits: Any, layout: int, out: Any) -> None:
 @njit(nogil=True, cache=True)
 def _widen_fp16(bits: Any, out: Any) -> None:
     for d in range(len(out)):
-        out[d] = half_to_single(np.uint16(bits[d]))
+        out[d] = half_to_single(word(bits, 2 * d))
 
 
 @njit(nogil=True, cache=True)
 def _widen_bf16(bits: Any, out: Any) -> None:
     for d in range(len(out)):
-        out[d] = np.uint32(np.uint32(bits[d]) << np.uint32(16)).view(np.float32)
+        out[d] = np.uint32(np.uint32(word(bits, 2 * d)) << np.uint32(16)).view(np.float32)
 
 
 @njit(nogil=True, cache=True)
 def _widen_fp32(bits: Any, out: Any) -> None:
     for d in range(len(out)):
-        out[d] = np.uint32(bits[d]).view(np.float32)
+        out[d] = single(bits, 4 * d)
 
 
 @njit(nogil=True, cache=True)
@@ -240,22 +240,23 @@ def widen_block(bits: Any, layout: int, dim: int, out: Any) -> None:
 @njit(nogil=True, cache=True)
 def _widen_block_fp16(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
-        for d in range(bits.shape[1]):
-            out[j, d] = half_to_single(np.uint16(bits[j, d]))
+        for d in range(bits.shape[1] // 2):
+            out[j, d] = half_to_single(word(bits, j * bits.shape[1] + 2 * d))
 
 
 @njit(nogil=True, cache=True)
 def _widen_block_bf16(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
-        for d in range(bits.shape[1]):
-            out[j, d] = np.uint32(np.uint32(bits[j, d]) << np.uint32(16)).view(np.float32)
+        for d in range(bits.shape[1] // 2):
+            bfloat16 = np.uint32(word(bits, j * bits.shape[1] + 2 * d))
+            out[j, d] = np.uint32(bfloat16 << np.uint32(16)).view(np.float32)
 
 
 @njit(nogil=True, cache=True)
 def _widen_block_fp32(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
-        for d in range(bits.shape[1]):
-            out[j, d] = np.uint32(bits[j, d]).view(np.float32)
+        for d in range(bits.shape[1] // 4):
+            out[j, d] = single(bits, j * bits.shape[1] + 4 * d)
 
 
 @njit(nogil=True, cache=True)
