@@ -111,6 +111,19 @@ def merge_program(
 
 
 @triton.jit
+def _operand(q, above, below, rest, PARTS: tl.constexpr):
+    """Queries times one factor where they are above zero, times another below; of two parts in float16, and
+    in columns of the `rest` 2,048 times what that leaves out.
+    """
+    numbers = tl.where(q > 0.0, q * above, q * below)
+    if PARTS == 2:
+        coarse = numbers.to(tl.float16)
+        fine = ((numbers - coarse.to(tl.float32)) * 2048.0).to(tl.float16)
+        numbers = tl.where(rest[:, None], fine, coarse)
+    return tl.trans(numbers)
+
+
+@triton.jit
 def score_program(
     query,
     lower,
@@ -125,6 +138,8 @@ def score_program(
     upper_head,
     upper_page,
     upper_dim,
+    near,
+    far,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -173,20 +188,15 @@ def score_program(
         q = tl.load(query + (row * GROUP + member[:, None]) * DIM + channel[None, :], ours, other=0.0)
         if SCALE_PAGES:
             q *= unit
-        grows = q > 0.0  # with the key: the upper bound counts
-        factor = tl.full((COLUMNS,), 1.0, tl.float32)
+        factor, rest = tl.full((COLUMNS,), 1.0, tl.float32), column >= SHARE
         if PARTS == 2:
             reach = tl.max(tl.abs(q), axis=1)
             reach = tl.where(reach == 0.0, 1.0, reach)
             q = q / reach[:, None]
-            coarse = q.to(tl.float16)
-            fine = ((q - coarse.to(tl.float32)) * 2048.0).to(tl.float16)
-            rest = column >= SHARE
-            q = tl.where(rest[:, None], fine, coarse)
             factor = tl.where(rest, reach / 2048.0, reach)
-        none = tl.zeros_like(q)
-        total = tl.dot(high, tl.trans(tl.where(grows, q, none)), input_precision="tf32x3")
-        total = tl.dot(low, tl.trans(tl.where(grows, none, q)), total, input_precision="tf32x3")
+        # Where the query grows with the key, the upper bound counts, narrowed by some of the lower one.
+        total = tl.dot(high, _operand(q, near, far, rest, PARTS), input_precision="tf32x3")
+        total = tl.dot(low, _operand(q, far, near, rest, PARTS), total, input_precision="tf32x3")
         each = tl.sum(tl.reshape(total * factor[None, :], (BLOCK, PARTS, SHARE)), axis=1)
         each = tl.where((start + tl.arange(0, SHARE) < GROUP)[None, :], each, float("-inf"))
         best = tl.maximum(best, tl.max(each, axis=1))

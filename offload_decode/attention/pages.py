@@ -11,13 +11,13 @@ from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.types import AttentionState
 
 
-def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
+def page_scores(query: Tensor, bounds: PageBounds, corner: float = 1.0) -> Tensor:
     """As `pages_reference.page_scores`, on the device of the query and the bounds."""
     if query.device.type != "cuda":
-        return pages_host.page_scores(query, bounds)
+        return pages_host.page_scores(query, bounds, corner)
     from offload_decode.attention import pages_device
 
-    return pages_device.page_scores(query, bounds)
+    return pages_device.page_scores(query, bounds, corner)
 
 
 def top_pages(scores: Tensor, k: int) -> Tensor:

@@ -37,7 +37,7 @@ WIDE_CHANNELS = 128  # of keys with more than 256: so a program fits into the sh
 PROGRAMS = 256  # that an attention is split into where it has fewer lists: a few for each multiprocessor
 
 
-def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
+def page_scores(query: Tensor, bounds: PageBounds, corner: float = 1.0) -> Tensor:
     """Upper bounds of q·k per page, the largest of the group: see `pages_reference.page_scores`."""
     heads, lists, group, dim = query.shape
     lower, upper, scale = bounds
@@ -58,6 +58,8 @@ def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
                 pages,
                 *lower.stride(),
                 *upper.stride(),
+                (1 + corner) / 2,
+                (1 - corner) / 2,
                 PARTS=parts,
                 GROUP=group,
                 DIM=dim,

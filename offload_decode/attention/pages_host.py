@@ -256,12 +256,14 @@ _FLOATS = {torch.float16: scan.FP16, torch.bfloat16: scan.BF16, torch.float32: s
 _LAYOUTS = _FLOATS | {torch.int8: scan.INT8}
 
 
-def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
+def page_scores(query: Tensor, bounds: PageBounds, corner: float = 1.0) -> Tensor:
     """As `pages_reference.page_scores`."""
     heads, lists, group, dim = query.shape
     pages = bounds.lower.shape[1]
     rows = _padded(query.reshape(heads, lists * group, dim))
-    queries = np.concatenate([np.maximum(rows, 0), np.minimum(rows, 0)], axis=2)
+    rising, falling, near, far = np.maximum(rows, 0), np.minimum(rows, 0), (1 + corner) / 2, (1 - corner) / 2
+    # What meets the upper bounds and what the lower ones, narrowed to their corner.
+    queries = np.concatenate([near * rising + far * falling, near * falling + far * rising], axis=2)
     scale = torch.empty(heads, 0, dim) if bounds.scale is None else bounds.scale
     own = Bounds(
         _bits(bounds.lower), _bits(bounds.upper), _LAYOUTS[bounds.lower.dtype], scale.contiguous().numpy()

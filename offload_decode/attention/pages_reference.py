@@ -48,11 +48,14 @@ class PageBounds(NamedTuple):
         return lower * scale, upper * scale
 
 
-def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
+def page_scores(query: Tensor, bounds: PageBounds, corner: float = 1.0) -> Tensor:
     """`sum_d max(q_d · lower_d, q_d · upper_d)`, at least q·k for every key of the page, and the largest of
-    it over the group: `query [Hkv, Q, G, D]` to float32 `[Hkv, Q, P]`.
+    it over the group: `query [Hkv, Q, G, D]` to float32 `[Hkv, Q, P]`. Below 1, `corner` narrows the bounds
+    to that share of their width, around the same middle.
     """
     lower, upper = bounds.widened()
+    near, far = (1 + corner) / 2, (1 - corner) / 2
+    lower, upper = near * lower + far * upper, far * lower + near * upper
     query = query.float()
     rising, falling = query.clamp(min=0), query.clamp(max=0)
     scores = torch.einsum("hqgd,hpd->hqgp", rising, upper) + torch.einsum("hqgd,hpd->hqgp", falling, lower)

@@ -1,7 +1,7 @@
 """Quest: the pages of keys whose bounds allow the largest inner products with the query.
 
-Quest, arXiv 2406.10774, §3.3-3.5. The paper's models have no query groups; here a group's heads share a list,
-by the maximum of their scores (docs/methods.md §3). A last page that is not full is always attended.
+Quest, arXiv 2406.10774, §3.3-3.5, with two changes that real models asked for (docs/methods.md §3): bounds
+are narrowed, and the first and the newest page are always attended. `quest-paper` is without them.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,17 @@ WHOLE_GENERATED = 4096  # tokens of a conversation that are attended to without 
 @dataclass(frozen=True)
 class Options(SelectorOptions):
     """`page_size`: tokens of a page. `metadata`: how bounds are kept, `fp16` or `int8`. `per_head`: a list of
-    pages for each query head, not for each KV head.
+    pages for each query head; else one for each KV head, by the largest score of its query heads. `corner`:
+    the share of their width to which bounds are narrowed, from 0 to 1. `edges`: the first and the newest page
+    are always attended.
     """
 
     dense_layers: str = "first:2"
     page_size: int = 16
     metadata: str = "fp16"
-    per_head: bool = False
+    per_head: bool = True
+    corner: float = 0.25
+    edges: bool = True
 
 
 class Quest(Selector):
@@ -56,6 +60,8 @@ class Quest(Selector):
             raise ConfigError(
                 f"unknown metadata '{self.metadata}'; choose one of: {', '.join(PAGE_METADATA)}"
             )
+        if not 0 <= self.options.corner <= 1:
+            raise ConfigError(f"corner={self.options.corner} is no share of the bounds' width: choose 0 to 1")
         self.page_size, self.per_head = min(size, self.host.length), self.options.per_head
         self._bounds: dict[int, PageBounds] = {}
 
@@ -65,7 +71,9 @@ class Quest(Selector):
 
     def choose(self, layer: int, queries: Queries, k: int) -> PageSelection | Selection:
         """The best pages of each list, with room for `k` tokens."""
-        return self.best_pages(self.bounds(layer), self.host.length, self.lists(queries), k)
+        return self.best_pages(
+            self.bounds(layer), self.host.length, self.lists(queries), k, self.options.edges
+        )
 
     def select_generated(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
@@ -86,15 +94,26 @@ class Quest(Selector):
         """The rows `[Hkv, Q, G, D]` of each list of pages."""
         return queries.vectors.unsqueeze(2) if self.per_head else queries.by_list()
 
-    def best_pages(self, bounds: PageBounds, n_tokens: int, query: Tensor, tokens: int) -> PageSelection:
+    def best_pages(
+        self, bounds: PageBounds, n_tokens: int, query: Tensor, tokens: int, edges: bool = False
+    ) -> PageSelection:
         """The best of the pages of `n_tokens` tokens for `query [Hkv, Q, G, D]`, cut to exactly `tokens ≤
-        n_tokens` of them. What follows the pages of `bounds` is the page being filled: it comes first.
+        n_tokens` of them; with `edges` the first page and the newest one are among them. What follows the
+        pages of `bounds` is the page being filled: it comes first.
         """
         whole = bounds.lower.shape[1]
         rest = n_tokens - whole * self.page_size
         wanted = -(-max(0, tokens - rest) // self.page_size)
         step = max(1, SCORES // max(1, len(query) * whole))
-        parts = [top_pages(page_scores(part, bounds), wanted) for part in torch.split(query, step, 1)]
+
+        def best(part: Tensor) -> Tensor:
+            scores = page_scores(part, bounds, self.options.corner)
+            if edges:
+                scores[:, :, :1] = torch.inf
+                scores[:, :, whole if rest else whole - 1 :] = torch.inf
+            return top_pages(scores, wanted)
+
+        parts = [best(part) for part in torch.split(query, step, 1)]
         pages = torch.cat(parts, dim=1)
         if rest and tokens:
             pages = pad(pages, (1, 0), value=whole)
@@ -110,9 +129,25 @@ class Quest(Selector):
 
 
 @dataclass(frozen=True)
+class PaperOptions(Options):
+    """Those of the paper, and of its models, in which every query head has a KV head of its own."""
+
+    corner: float = 1.0
+    edges: bool = False
+
+
+class PaperQuest(Quest):
+    """Score the bounds of all pages, attend to the best pages, as the paper has it."""
+
+    name = "quest-paper"
+    options_type = PaperOptions
+
+
+@dataclass(frozen=True)
 class TopKOptions(Options):
     """`coarse`: how many times the budget's tokens the pages of the first stage hold."""
 
+    per_head: bool = False
     coarse: int = 4
 
 
@@ -150,7 +185,8 @@ class QuestTopK(Quest):
 
     def _best_tokens(self, layer: int, query: Tensor, tokens: int, k: int) -> tuple[Tensor, Tensor]:
         """Ids and scores `[Hkv, Q, G, k]` for `query [Hkv, Q, G, D]`."""
-        chosen = self.best_pages(self.bounds(layer), self.host.length, query, tokens)
+        edges = self.options.edges
+        chosen = self.best_pages(self.bounds(layer), self.host.length, query, tokens, edges)
         ids, scores = page_token_scores(query, self.host.layer_keys(layer), chosen)
         place = pages_host.top_pages(scores.flatten(1, 2), k).reshape(*scores.shape[:3], -1)
         return ids.expand(scores.shape).gather(3, place), scores.gather(3, place)

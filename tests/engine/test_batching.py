@@ -17,7 +17,7 @@ from tests.tiny import random_ids, served_model, token_store
 
 STORED = (45, 70)
 PACKED = {"dense", "keydiff", "lessismore", "loki", "oracle"}
-PACKED |= {"quest", "quest+topk", "sparq", "streaming", "topk"}
+PACKED |= {"quest", "quest-paper", "quest+topk", "sparq", "streaming", "topk"}
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,11 @@ class QuestContract(SelectorContract):
     def make(self, store, device="cpu", **options):
         return super().make(store, device, **{"dense_layers": "", **options})
 
-    @pytest.mark.parametrize("options", [{"page_size": 0}, {"page_size": -3}, {"metadata": "fp8"}])
+    @pytest.mark.parametrize(
+        "options", [{"page_size": 0}, {"page_size": -3}, {"metadata": "fp8"}, {"corner": 2}]
+    )
     def test_options_that_cannot_be_are_refused(self, store, options):
-        with pytest.raises(ConfigError, match=r"at least one token|choose one of: fp16, int8"):
+        with pytest.raises(ConfigError, match=r"at least one token|choose one of: fp16, int8|choose 0 to 1"):
             self.make(store, **options)
 
     def test_a_page_larger_than_the_store_is_one_page(self, store):
@@ -38,7 +40,7 @@ class TestQuest(QuestContract):
     name = "quest"
 
     @pytest.mark.parametrize("budget", ["3", "16", "40"])
-    def test_chosen_pages_have_the_highest_upper_bounds(self, store, budget):
+    def test_chosen_pages_are_the_edges_and_those_of_the_highest_bounds(self, store, budget):
         held, queries = self.make(store, budget=budget), self.queries(store)
         selection = held.select(LAYER, queries)
         if getattr(selection, "pages", None) is None:
@@ -57,8 +59,12 @@ class TestQuest(QuestContract):
         rows = queries.by_token()[:, 0].transpose(1, 2)  # [Hkv, T, G, D]
         if held.selector.per_head:
             rows = queries.vectors.unsqueeze(2)
-        rows = rows.unsqueeze(3)
-        scores = torch.maximum(rows * lower[:, None, None], rows * upper[:, None, None]).sum(-1).amax(2)
+        rows, options = rows.unsqueeze(3), held.selector.options
+        middle, reach = (upper + lower) / 2, options.corner * (upper - lower) / 2
+        scores = (rows * middle[:, None, None] + rows.abs() * reach[:, None, None]).sum(-1).amax(2)
+        if options.edges:
+            scores[:, :, :1] = torch.inf
+            scores[:, :, whole - (not rest) :] = torch.inf
         best = scores.topk(chosen.shape[2]).values
         torch.testing.assert_close(scores.gather(2, chosen), best, atol=1e-4, rtol=1e-6)
 
@@ -87,11 +93,12 @@ class TestQuestPagesOfOne(TestQuest):
 
 
 class TestQuestPagesOf7Int8(TestQuest):
-    options: ClassVar[dict[str, object]] = {"page_size": 7, "metadata": "int8"}
+    options: ClassVar[dict[str, object]] = {"page_size": 7, "metadata": "int8", "per_head": False}
 
 
-class TestQuestPagesOf32(TestQuest):
-    options: ClassVar[dict[str, object]] = {"page_size": 32}
+class TestQuestOfThePaper(TestQuest):
+    name = "quest-paper"
+    options: ClassVar[dict[str, object]] = {"per_head": False}
 
 
 class TestQuestTopK(QuestContract):
@@ -117,7 +124,7 @@ class TestQuestTopK(QuestContract):
             return
         tokens = min(2 * int(budget), store.manifest.n_tokens)
         pages = held.selector.best_pages(
-            held.selector.bounds(LAYER), held.selector.host.length, held.selector.lists(queries), tokens
+            held.selector.bounds(LAYER), store.manifest.n_tokens, held.selector.lists(queries), tokens, True
         )
         ids = page_tokens(pages.pages, pages.page_size, store.manifest.n_tokens, pages.limit)
         if pages.shared:
@@ -173,7 +180,8 @@ def test_the_first_two_layers_of_the_model_are_dense_by_default(batched):
 
 def test_bytes_count_the_pages_that_are_read_once_for_each_kv_head(batched):
     host = HostKV(batched, torch.device("cpu"))
-    held = registry.create("quest", {"budget": "26", "dense_layers": ""}, host, batched.manifest.shape)
+    options = {"budget": "26", "dense_layers": "", "per_head": False}
+    held = registry.create("quest", options, host, batched.manifest.shape)
     queries = Queries(torch.ones(2, 6, 16), 0.3, group=2, tokens=3)  # every token's list is the same
     stats = StepStats()
     selection = held.select(LAYER, queries)

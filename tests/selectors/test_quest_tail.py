@@ -37,8 +37,8 @@ def small_model():
 
 def selector(folder, **options):
     store = KVStore.open(folder / "store")
-    given = {"dense_layers": "", "page_size": 4, **options}
-    return create("quest", given, HostKV(store, torch.device("cpu")), store.manifest.shape)
+    given = {"dense_layers": "", "page_size": 4, "per_head": False, **options}
+    return create("quest-paper", given, HostKV(store, torch.device("cpu")), store.manifest.shape)
 
 
 def written(*lengths):
