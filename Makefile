@@ -27,7 +27,7 @@ demo: .venv/ready
 # Two files of tests at a time, each on one core. What Python compiles is kept, whatever the user's settings:
 # tests start many processes.
 test: .venv/ready-dev
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-all: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not gpu or gpu"
