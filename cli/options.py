@@ -241,7 +241,7 @@ DeviceCache = Annotated[
     option("SIZE", "GPU memory for a cache of recently used stored tokens, such as 2GiB.", panel=RETRIEVAL),
 ]
 
-MODEL_FOLDER = f"{QUOTED} (shipped), a transformers id, or a model's folder."
+MODEL_FOLDER = f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file."
 MODEL_CONFIG = f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read."
 Model = Annotated[
     str | None,

@@ -46,7 +46,7 @@ def fidelity(
         list[str] | None,
         option("TEXT", f'A question whose queries are measured; repeatable.  [default: "{_QUESTION}"]'),
     ] = None,
-    tokens: Annotated[int, option("N", "Tokens to generate for each question.", min=2)] = 256,
+    tokens: Annotated[int, option("N", "Tokens to generate for each question.", min=2)] = 64,
     out: Annotated[Path, option("FOLDER", f"Where {RESULT} and {PICTURE} are written.")] = Path("fidelity"),
     model: Model = None,
     device: Device = "auto",

@@ -86,6 +86,10 @@ class Asking:
         bool,
         option(None, "Let answers begin as the task has it ('The special magic number for … is'), or not."),
     ] = True
+    control: Annotated[
+        bool,
+        option(None, "Ask every fourth text without what is asked for too, as a control, or not."),
+    ] = True
     out: Out = None
     device: Device = "auto"
     as_json: Json = False
@@ -183,7 +187,7 @@ def ask_all(
     """
     from offload_decode.cli.compiling import announce_compiling
     from offload_decode.evals import tasks as every
-    from offload_decode.evals.answering import Answering, AnswerPlan
+    from offload_decode.evals.answering import CONTROL_EVERY, Answering, AnswerPlan
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
@@ -198,7 +202,8 @@ def ask_all(
     if how.stores is not None and how.stores.exists() and not how.stores.is_dir():
         raise ConfigError(f"--stores {how.stores} is no folder: name one, which is made where there is none")
     stored = {"method": settings.method, **settings.options}
-    plan = AnswerPlan(suite, counts, tuple(contenders), limit, numbers(how.seeds), how.begin, stored)
+    controls, seeds = CONTROL_EVERY if how.control else 0, numbers(how.seeds)
+    plan = AnswerPlan(suite, counts, tuple(contenders), limit, seeds, how.begin, stored, controls)
     loaded = load(how.model, how.device)
     stores = PrefilledStores(loaded, haystack.name, settings, index_kinds(contenders), how.stores)
     rehearse(contenders, loaded, haystack, settings)

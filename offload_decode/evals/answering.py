@@ -26,7 +26,7 @@ Asking = tuple[int, Question, int]
 class AnswerPlan:
     """What is asked: `limit` questions for each task, length (in tokens) and seed, which every contender
     answers as dense attention does; `begins`: answers begin as the task says. `prefill` says how stores
-    are made.
+    are made. Each text of so many (`control_every`) is asked as a control too; 0: none.
     """
 
     suite: str
@@ -36,25 +36,25 @@ class AnswerPlan:
     seeds: tuple[int, ...] = (0,)
     begins: bool = True
     prefill: Mapping[str, Any] = field(default_factory=dict)
+    control_every: int = CONTROL_EVERY
 
 
 @dataclass(frozen=True)
 class AnswerPlace:
-    """One context: the how-manieth of its task, length and seed, and how many questions of it are asked."""
+    """One context: the how-manieth of its task, length and seed, how many questions of it are asked, and
+    whether its control is.
+    """
 
     task: Task
     length: int
     seed: int
     index: int
     asked: int
+    controlled: bool
 
     @property
     def key(self) -> str:
         return f"{self.task.name}/{self.length}/{self.seed}/{self.index}"
-
-    @property
-    def controlled(self) -> bool:
-        return self.index % CONTROL_EVERY == 0
 
 
 class Answering:
@@ -72,9 +72,10 @@ class Answering:
         if repeated := [label for label in labels if labels.count(label) > 1]:
             raise ConfigError(f"'{repeated[0]}' is given twice")
         each = [
-            AnswerPlace(task, length, seed, index, min(task.per_context, plan.limit - first))
+            AnswerPlace(task, length, seed, index, min(task.per_context, plan.limit - first), controlled)
             for length, task, seed in product(plan.lengths, self.tasks, plan.seeds)
             for index, first in enumerate(range(0, plan.limit, task.per_context))
+            for controlled in [plan.control_every > 0 and index % plan.control_every == 0]
         ]
         self._places = {place.key: place for place in each}
 
@@ -86,7 +87,6 @@ class Answering:
             "tasks": {task.name: task.parameters() for task in self.tasks},
             "text": self.haystack.name,
             "text_sha256": self.haystack.sha256,
-            "control_every": CONTROL_EVERY,
         }
 
     def units(self) -> Sequence[Unit]:

@@ -85,7 +85,7 @@ class FidelityPlan:
     contenders: tuple[Contender, ...]
     budgets: tuple[str, ...]
     questions: tuple[str, ...]
-    tokens: int = 256
+    tokens: int = 64
     common: Mapping[str, str] = field(default_factory=dict)
 
 

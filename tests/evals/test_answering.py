@@ -1,6 +1,7 @@
 """Questions asked side by side: every way reads the same store, and the control lacks the fact."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def test_a_perfect_reader_is_right_everywhere_but_in_the_controls(read: Results)
     assert {(said.exact_match, said.f1) for said in answers(read, control=False)} == {(1.0, 1.0)}
     assert {(said.exact_match, said.f1) for said in answers(read, control=True)} == {(0.0, 0.0)}
     assert {said.way for said in answers(read, control=True)} == {"dense"}
+
+
+def test_controls_are_left_out_where_nobody_wants_them(loaded: LoadedModel) -> None:
+    without, asked = (evaluation(loaded, replace(PLAN, control_every=every)) for every in (0, 1))
+    for evaluated, lengths in ((without, 300), (asked, 600)):
+        assert {unit.tokens for unit in evaluated.units()} == {lengths}
 
 
 def test_every_way_answers_every_question_once_and_the_limit_is_kept(read: Results) -> None:
