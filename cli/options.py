@@ -136,7 +136,15 @@ def prefill_methods(incomplete: str) -> list[str]:
 
 
 def selector_options(incomplete: str) -> list[str]:
-    keys = ("budget=", "schedule=linear", "dense_layers=", "tail=off", "tail=clusters", "tail=sample")
+    keys = (
+        "budget=",
+        "schedule=linear",
+        "dense_layers=",
+        "tail=off",
+        "tail=auto",
+        "tail=clusters",
+        "tail=sample",
+    )
     return _completing([*keys, *(f"index={kind}" for kind in index_kinds(""))], incomplete)
 
 

@@ -19,8 +19,13 @@ from offload_decode.common.rows.scan import FP32, INT8, QUERIES, score_rows, wid
 from offload_decode.indexes.clusters.search import cells_of, keys_of
 from offload_decode.indexes.clusters.summaries import Summaries
 
-ROWS = 8  # of one head, estimated together: they share what they read, and hold a number a group each
+_HELD = 1 << 24  # numbers that a task holds, one for each of its rows and groups
 _REFINED = np.float32(0.25)  # of an equal share of the estimate: heavier cells are refined
+
+
+def rows_of_a_task(groups: int) -> int:
+    """Rows of one head that are estimated together: they share what they read."""
+    return max(8, min(32, _HELD // max(1, groups)))
 
 
 class Given(NamedTuple):
@@ -107,7 +112,7 @@ def _estimate(cells: Any, summaries: Any, keys: Any, given: Any, out: Any, lse: 
                 highest = max(highest, near[r, c])
                 continue
             for g in range(first[c], first[c + 1]):
-                score, left = near[r, c] + inner[r, g], sizes[g] - taken[g]
+                score, left = near[r, c] + inner[r, g], max(sizes[g] - taken[g], 0)  # ids may repeat
                 if taken[g] and left:
                     score = (np.float32(sizes[g]) * score - sums[g]) / np.float32(left)
                 inner[r, g] = _logit(score, scaling, softcap) + logs[left]  # minus infinity of none

@@ -2,8 +2,8 @@
 
 Keys lie in cells of about 256, each as its difference from the cell's mean, in 4 bits a channel. A search
 predicts the score that the best keys of a query reach, scans the cells that may hold one of them, and scores
-a quarter more keys than it was asked for exactly, from the keys themselves. At D = 128 the index takes 72
-bytes a key beyond the store.
+a quarter more keys than it was asked for exactly, from the keys themselves. At D = 128 the index takes 79
+bytes a key beyond the store, and its summaries 39.
 """
 
 import os
@@ -33,7 +33,7 @@ from offload_decode.indexes.base import (
 )
 from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, Wanted, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
-from offload_decode.indexes.clusters.estimate import ROWS, Given, estimate_layer
+from offload_decode.indexes.clusters.estimate import Given, estimate_layer, rows_of_a_task
 from offload_decode.indexes.clusters.scan import STEP_BYTES
 from offload_decode.indexes.clusters.search import (
     UNPREDICTED,
@@ -58,6 +58,10 @@ _ROWS = 64  # of one head, searched together: they share what they scan
 _CELLS_OF_A_PART = 1024  # of a head, at least: to search fewer takes hardly longer than to share the work
 _CANDIDATES = 1 << 22  # of these rows, in memory at once
 _MAGIC = 0x534C4C4543  # "CELLS"
+OTHER_MEANS = (
+    "The means of the clusters are not those of keys and values: build the index again with "
+    "`offload-decode index`."
+)
 _CHECKED = "cells, check 2"  # counted up when `cells.check` asks for more
 
 
@@ -97,7 +101,8 @@ class ClusteredIndex(ApproximateIndex):
         own = min(_rows_of_a_task(k), rows)
         of_rows = own * (16 * candidates_for(k) + cells) + 12 * cells * (own + -own % QUERIES)
         searching = STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows
-        estimating = (4 * ROWS + 12) * (n // GROUPED + cells)
+        groups = n // GROUPED + cells
+        estimating = (4 * min(rows + QUERIES, rows_of_a_task(groups)) + 12) * groups
         return threads.THREADS * max(searching, estimating)
 
     @property
@@ -186,6 +191,8 @@ class ClusteredIndex(ApproximateIndex):
             raise InvalidIndexInput(f"{len(self):,} keys need as many values, not {len(values):,}.")
         if not len(self):
             return
+        if self.summarized:
+            return
         earlier = self._native.summaries
         known = 0 if earlier is None else len(earlier.cells)
         later = summarize(self.cells, self.keys, values, known)
@@ -210,6 +217,7 @@ class ClusteredIndex(ApproximateIndex):
         queries: Float32,
         ids: npt.NDArray[np.int64],
         scores: Float32 | None,
+        value_dim: int,
         scaling: float,
         softcap: float | None = None,
     ) -> tuple[Float32, Float32]:
@@ -217,16 +225,27 @@ class ClusteredIndex(ApproximateIndex):
         `out [H, R, Dv]`, and `lse [H, R]`, -inf where nothing is left. All heads must be `summarized`.
 
         queries: float32 `[H, R, D]`. ids `[H, R, k]`, unique in a row, -1 where there is none; their inner
-        products with the queries, -inf there, or None. scaling, softcap: make logits of inner products.
-        Raises InvalidIndexInput for ids that are out of range, IndexDamaged where no number comes out.
+        products with the queries, -inf there, or None. value_dim: Dv, of the values. scaling, softcap: make
+        logits of inner products. Raises InvalidIndexInput for queries that are not finite, shapes that do not
+        fit and ids that are out of range, IndexDamaged for means of other values.
         """
+        check_heads(heads, queries)
+        rows, known = (
+            queries.shape[1],
+            np.empty((*ids.shape[:2], 0), np.float32) if scores is None else scores,
+        )
+        check_queries(queries.reshape(-1, queries.shape[2]), heads[0].dim)
+        fits = known.shape[:2] == ids.shape[:2] == queries.shape[:2] and known.shape[2] in (0, ids.shape[2])
+        if not (fits and all(head.summarized and head.dim == heads[0].dim for head in heads)):
+            raise InvalidIndexInput("An estimate needs summarized heads, and ids for each of their queries.")
+        if any(head.summaries.cells.shape[1] != value_dim + SCALE_BYTES for head in heads):
+            raise IndexDamaged(OTHER_MEANS)
         own = _together(heads, np.zeros(len(heads), np.float32))
-        known = np.empty((*ids.shape[:2], 0), np.float32) if scores is None else scores
         given = Given(queries, ids, known, np.float32(scaling), np.float32(softcap or 0))
-        rows, dim = queries.shape[1], heads[0]._native.summaries.cells.shape[1] - SCALE_BYTES
-        out = np.zeros((len(heads), rows, dim), np.float32)
+        out = np.zeros((len(heads), rows, value_dim), np.float32)
         lse = np.full(out.shape[:2], -np.inf, np.float32)
-        per_task = max(1, min(ROWS, ceil(len(heads) * rows / threads.THREADS)))
+        most = rows_of_a_task(int(own.sizes[:, 3].max()))
+        per_task = max(1, min(most, ceil(len(heads) * rows / threads.THREADS)))
         workers = min(threads.THREADS, len(heads) * -(-rows // per_task))
         wrong = []
 
@@ -239,10 +258,7 @@ class ClusteredIndex(ApproximateIndex):
         if wrong:
             raise InvalidIndexInput(f"An id is not of the {len(heads[0]):,} keys that there are.")
         if not (np.isfinite(out).all() and (lse < np.inf).all()):
-            raise IndexDamaged(
-                "The means of the clusters are not those of keys and values: build the index again with "
-                "`offload-decode index`."
-            )
+            raise IndexDamaged(OTHER_MEANS)
         return out, lse
 
     def _wanted(self, first: int, sample: Sample) -> Wanted | None:

@@ -22,6 +22,7 @@ from offload_decode.selectors.scores import page_token_scores
 from offload_decode.types import PAGE_METADATA, PageSelection, Selection
 
 SCORES = 1 << 24  # in memory at once: a long question is taken in parts
+FEW = 4  # pages of a list: of fewer, two that are always attended would leave the query no choice
 WHOLE_GENERATED = 4096  # tokens of a conversation that are attended to without choosing
 
 
@@ -30,7 +31,7 @@ class Options(SelectorOptions):
     """`page_size`: tokens of a page. `metadata`: how bounds are kept, `fp16` or `int8`. `per_head`: a list of
     pages for each query head; else one for each KV head, by the largest score of its query heads. `corner`:
     the share of their width to which bounds are narrowed, from 0 to 1. `edges`: the first and the newest page
-    are always attended.
+    are always attended, of lists of four pages or more.
     """
 
     dense_layers: str = "first:2"
@@ -98,8 +99,8 @@ class Quest(Selector):
         self, bounds: PageBounds, n_tokens: int, query: Tensor, tokens: int, edges: bool = False
     ) -> PageSelection:
         """The best of the pages of `n_tokens` tokens for `query [Hkv, Q, G, D]`, cut to exactly `tokens ≤
-        n_tokens` of them; with `edges` the first page and the newest one are among them. What follows the
-        pages of `bounds` is the page being filled: it comes first.
+        n_tokens` of them; with `edges` the first page and the newest one are among them, unless these are
+        few. What follows the pages of `bounds` is the page being filled: it comes first.
         """
         whole = bounds.lower.shape[1]
         rest = n_tokens - whole * self.page_size
@@ -108,7 +109,7 @@ class Quest(Selector):
 
         def best(part: Tensor) -> Tensor:
             scores = page_scores(part, bounds, self.options.corner)
-            if edges:
+            if edges and wanted >= FEW:
                 scores[:, :, :1] = torch.inf
                 scores[:, :, whole if rest else whole - 1 :] = torch.inf
             return top_pages(scores, wanted)

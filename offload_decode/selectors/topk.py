@@ -115,11 +115,16 @@ class HeadIndexes:
         """The index of one head; raises VectorIndexError when it is missing, damaged or of other keys."""
         return self._all(layer, [head])[0]
 
-    def search(self, layer: int, queries: npt.NDArray[Any], k: int) -> Hits:
-        """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
+    def layer(self, layer: int, heads: int) -> list[VectorIndex]:
+        """The indexes of all KV heads of a layer, of one kind; raises as `get`."""
         own = self._layers.get(layer)
         if own is None:
-            own = self._layers[layer] = self._all(layer, range(len(queries)))
+            own = self._layers[layer] = self._all(layer, range(heads))
+        return own
+
+    def search(self, layer: int, queries: npt.NDArray[Any], k: int) -> Hits:
+        """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
+        own = self.layer(layer, len(queries))  # which may change the kind
         return self._class.search_heads(own, queries, k)
 
     @property

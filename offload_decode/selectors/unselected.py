@@ -5,6 +5,7 @@ counts once (docs/methods.md §1). It is computed on the host, where keys and va
 """
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from math import isqrt
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries, empty_state, softmax
-from offload_decode.common.errors import ConfigError
+from offload_decode.common.errors import ConfigError, OffloadDecodeWarning
 from offload_decode.common.rows import encodings
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.kv.host_cache import SCORES, HostKV
@@ -25,6 +26,10 @@ from offload_decode.selectors.topk import HeadIndexes, TopK
 from offload_decode.types import PageSelection, Selection
 
 HOST = torch.device("cpu")
+NOT_ESTIMATED = (
+    "What is not selected is not estimated: the index is of an earlier version, or cannot be read. "
+    "`offload-decode index {}` builds it again."
+)
 
 
 class Estimate(NamedTuple):
@@ -46,24 +51,30 @@ class Tail(ABC):
     def __init__(self, host: HostKV, indexes: HeadIndexes, built: bool = False):
         self.host, self.indexes, self.built = host, indexes, built
         self._made: dict[int, list[ClusteredIndex]] = {}
+        self._warned = False
 
     def clusters(self, layer: int) -> list[ClusteredIndex] | None:
-        """Those of every KV head; None where `built` ones have no summaries, as those of earlier versions."""
+        """Those of every KV head; None where `built` ones have no summaries, as those of earlier versions,
+        which is warned of once.
+        """
         if layer in self._made:
             return self._made[layer]
         heads = range(len(self.host.layer_keys(layer)))
-        found = [self.indexes.get(layer, head) for head in heads] if self.indexes.kind == "clusters" else []
+        found = self.indexes.layer(layer, len(heads)) if self.indexes.kind == "clusters" else []
         loaded = [index for index in found if isinstance(index, ClusteredIndex)]
         if self.built:
-            return loaded if loaded and all(index.summarized for index in loaded) else None
-        for head in heads:
-            values = self.host.values(layer, head).array
-            if not loaded:
-                found.append(ClusteredIndex.untuned(self.host.keys(layer, head).array, values))
-            elif not loaded[head].summarized:
-                loaded[head].summarize(values)
-        self._made[layer] = [index for index in found if isinstance(index, ClusteredIndex)]
-        return self._made[layer]
+            whole = len(loaded) == len(heads) and all(index.summarized for index in loaded)
+            if not whole and not self._warned:
+                self._warned = True
+                warnings.warn(OffloadDecodeWarning(NOT_ESTIMATED.format(self.host.store.path)), stacklevel=2)
+            return loaded if whole else None
+        if len(loaded) < len(heads):
+            stored = ((self.host.keys(layer, head), self.host.values(layer, head)) for head in heads)
+            loaded = [ClusteredIndex.untuned(keys.array, values.array) for keys, values in stored]
+        for head, index in enumerate(loaded):
+            index.summarize(self.host.values(layer, head).array)
+        self._made[layer] = loaded
+        return loaded
 
     @abstractmethod
     def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
@@ -97,18 +108,19 @@ class ClusterEstimate(Tail):
         heads = self.clusters(layer)
         if heads is None:
             return Estimate(*empty_state(queries.vectors, self.host.values(layer, 0).dim))
-        rows, how = queries.on_host().contiguous().numpy(), (queries.scaling, queries.softcap)
+        rows = queries.on_host().contiguous().numpy()
+        dim, how = self.host.values(layer, 0).dim, (queries.scaling, queries.softcap)
         if isinstance(selection, Selection):
             scores = None if selection.scores is None else selection.scores.cpu().contiguous().numpy()
             ids, _ = selected_lists(selection, queries, self.host.length)
-            states = [ClusteredIndex.estimate(heads, rows, ids.contiguous().numpy(), scores, *how)]
+            states = [ClusteredIndex.estimate(heads, rows, ids.contiguous().numpy(), scores, dim, *how)]
         else:
             lists, list_of_row = selected_lists(selection, queries, self.host.length)
             states, step = [], max(1, SCORES // max(1, lists[:, 0].numel()))
             for start in range(0, rows.shape[1], step):
                 part = slice(start, start + step)
                 own = np.ascontiguousarray(rows[:, part]), lists[:, list_of_row[part]].numpy()
-                states.append(ClusteredIndex.estimate(heads, *own, None, *how))
+                states.append(ClusteredIndex.estimate(heads, *own, None, dim, *how))
         out, lse = (torch.from_numpy(np.concatenate(own, axis=1)) for own in zip(*states, strict=True))
         return Estimate(out.to(queries.vectors.device), lse.to(queries.vectors.device))
 
@@ -230,9 +242,9 @@ class _Clusters(NamedTuple):
         cells, summaries = index.cells, index.summaries
         means = encodings.decode(encodings.as_records(summaries.keys, encodings.INT8))
         means += np.repeat(cells.means, np.diff(summaries.first), axis=0)
-        members = np.argsort(summaries.labels, kind="stable")
+        members = np.argsort(summaries.labels, kind="stable").astype(np.int32)
         places = np.empty_like(members)
-        places[members] = np.arange(len(members))
+        places[members] = np.arange(len(members), dtype=np.int32)
         parts = means, summaries.sizes, summaries.labels, members, places
         return cls(*(torch.from_numpy(np.array(part)) for part in parts))
 
@@ -268,9 +280,11 @@ def create(selector: Selector) -> Tail | None:
         raise ConfigError(
             f"tail '{option}' needs a whole number from 2 to {_MOST} after the colon, as in sample:{DRAWS}"
         )
-    indexes = selector.indexes if isinstance(selector, TopK) else HeadIndexes(host.store, AUTO)
+    searched = selector.indexes if isinstance(selector, TopK) else None
+    if searched is None or (name != AUTO and searched.kind != "clusters"):
+        searched = HeadIndexes(host.store, AUTO)
     if name == SAMPLE:
-        return SampleEstimate(host, indexes, int(number or DRAWS))
-    if name == AUTO and indexes.kind != "clusters":
+        return SampleEstimate(host, searched, int(number or DRAWS))
+    if name == AUTO and searched.kind != "clusters":
         return None
-    return ClusterEstimate(host, indexes, built=name == AUTO)
+    return ClusterEstimate(host, searched, built=name == AUTO)

@@ -71,6 +71,15 @@ def test_what_is_not_selected_is_estimated(asked):
     )
 
 
+def test_an_index_of_an_earlier_version_is_searched_and_says_that_nothing_is_estimated(asked, monkeypatch):
+    off = logits(opened(asked, tail="off"))
+    monkeypatch.setattr(ClusteredIndex, "summarized", False)
+    engine = opened(asked)
+    with pytest.warns(OffloadDecodeWarning, match=r"is not estimated: .* `offload-decode index "):
+        found = logits(engine)
+    assert torch.equal(found, off)
+
+
 def test_a_budget_of_everything_is_dense(asked):
     loaded, store = asked
     dense = logits(Engine.open(store, loaded, selector="dense"))

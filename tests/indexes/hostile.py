@@ -69,7 +69,7 @@ def outcome(cls: type[VectorIndex], path: Path, keys: Any, queries: Any) -> str:
         index = cls.load(path, keys, digest="d")
         hits = index.search(queries, K)
         if isinstance(index, ClusteredIndex) and index.summarized:
-            ClusteredIndex.estimate([index], queries[None], hits.ids[None], None, 0.3)
+            ClusteredIndex.estimate([index], queries[None], hits.ids[None], None, index.dim, 0.3)
     except VectorIndexError:
         return "refused"
     assert_well_formed(hits, len(queries), K, KEYS)

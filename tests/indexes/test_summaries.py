@@ -32,7 +32,7 @@ def built(n: int = 2000, dtype: Any = np.float16) -> ClusteredIndex:
 def estimate(index: ClusteredIndex) -> tuple[Any, Any]:
     queries = near_queries(5).astype(np.float32)
     hits: Hits = index.search(queries, 20)
-    return ClusteredIndex.estimate([index], queries[None], hits.ids[None], hits.scores[None], 0.3)
+    return ClusteredIndex.estimate([index], queries[None], hits.ids[None], hits.scores[None], VALUE_DIM, 0.3)
 
 
 def decoded(rows: Any) -> Any:
@@ -110,23 +110,33 @@ def test_heads_of_a_layer_are_estimated_as_each_alone() -> None:
     one, other = built(), built(1500)
     queries = near_queries(70).astype(np.float32)
     ids = np.stack([index.search(queries, 20).ids for index in (one, other)])
-    out, lse = ClusteredIndex.estimate([one, other], np.stack([queries] * 2), ids, None, 0.3)
+    out, lse = ClusteredIndex.estimate([one, other], np.stack([queries] * 2), ids, None, VALUE_DIM, 0.3)
     for head, index in enumerate((one, other)):
-        alone = ClusteredIndex.estimate([index], queries[None], ids[head : head + 1], None, 0.3)
+        alone = ClusteredIndex.estimate([index], queries[None], ids[head : head + 1], None, VALUE_DIM, 0.3)
         np.testing.assert_array_equal(out[head], alone[0][0])
         np.testing.assert_array_equal(lse[head], alone[1][0])
 
 
 def test_what_cannot_be_summarized_or_estimated_is_refused() -> None:
     index = built()
+    ids, queries = np.zeros((2, 3, 4), np.int64), np.ones((2, 3, index.dim), np.float32)
+    other = ClusteredIndex.untuned(index.keys, np.ones((2000, 7), np.float32))
+    with pytest.raises(IndexDamaged, match="not those of keys and values"):
+        ClusteredIndex.estimate([index, other], queries, ids, None, VALUE_DIM, 1)
+    for bad in (queries[:1], queries[:, :, 1:], queries * np.float32(np.nan), queries[:, :2]):
+        with pytest.raises(InvalidIndexInput):
+            ClusteredIndex.estimate([index, index], bad, ids, None, VALUE_DIM, 1)
+    repeated = ClusteredIndex.estimate([index, index], queries, ids, None, VALUE_DIM, 1)  # one id
+    assert all(np.isfinite(part).all() for part in repeated)
+    without = ClusteredIndex.build(clustered_keys(2000), digest="d")
+    with pytest.raises(InvalidIndexInput, match="summarized"):
+        ClusteredIndex.estimate([index, without], queries, ids, None, VALUE_DIM, 1)
     with pytest.raises(InvalidIndexInput, match="as many values"):
         index.summarize(some_values(1999))
     with pytest.raises(InvalidIndexInput):
         ClusteredIndex.untuned(index.keys, np.full((2000, 4), np.nan, np.float32))
     with pytest.raises(InvalidIndexInput, match="not of the 2,000 keys"):
-        ClusteredIndex.estimate(
-            [index], np.zeros((1, 1, index.dim), np.float32), np.array([[[2000]]]), None, 1
-        )
+        ClusteredIndex.estimate([index], queries[:1, :1], np.array([[[2000]]]), None, VALUE_DIM, 1)
 
 
 @pytest.mark.parametrize(

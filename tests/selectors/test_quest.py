@@ -62,7 +62,7 @@ class TestQuest(QuestContract):
         rows, options = rows.unsqueeze(3), held.selector.options
         middle, reach = (upper + lower) / 2, options.corner * (upper - lower) / 2
         scores = (rows * middle[:, None, None] + rows.abs() * reach[:, None, None]).sum(-1).amax(2)
-        if options.edges:
+        if options.edges and chosen.shape[2] >= quest.FEW:
             scores[:, :, :1] = torch.inf
             scores[:, :, whole - (not rest) :] = torch.inf
         best = scores.topk(chosen.shape[2]).values

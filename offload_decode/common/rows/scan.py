@@ -141,6 +141,8 @@ def layout(rows: Keys) -> int:
 
 def bits(rows: Keys) -> npt.NDArray[np.uint8]:
     """The memory of rows, bytes `[N, W]`, read-only: of one type, so that a loop is compiled once for all."""
+    if not rows.flags.c_contiguous:
+        raise ValueError("rows are read by their addresses: they must lie one behind the other")
     memory = rows.view(np.uint8) if encodings.encoding_of(rows) is None else encodings.as_raw(rows)
     memory.flags.writeable = False
     return memory
