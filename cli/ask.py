@@ -102,7 +102,6 @@ class _Question(NamedTuple):
 
 
 def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
-    from offload_decode.engine.citations import cite
     from offload_decode.hf import cuda_graphs
 
     wanted, manifest = question.wanted, engine.store.manifest
@@ -121,7 +120,7 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
             show(engine.stream(question.text, wanted.max_new_tokens, wanted.sampler))
         cost = engine.prefix.take_stats()
         if watch is not None:
-            output.note(cited_text(cite(watch, engine.store, engine.tokenizer)))
+            output.note(cited_text(engine.cited(watch)))
     if inexact := approximations(manifest):
         output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
     if quantised := other_weights(manifest, engine.loaded.weights):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.citations import Watch, cite
+from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.packed_batch import Block, PackedCache, Segment
@@ -233,8 +233,7 @@ def answer_batch(
             mask[: len(kept), stored : stored + longest] = mask[rows, stored : stored + longest]
             mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
-    found = [cite(watch, engine.store, engine.tokenizer) for watch in watches]
-    cited = found if cites else [None for _ in asked]
+    cited = [engine.cited(watch) for watch in watches] if cites else [None for _ in asked]
     return [
         Answer(engine.decode(own).strip(), tuple(own), stats, "length" if len(own) == end else "stop", seen)
         for own, end, seen in zip(tokens, most, cited, strict=True)

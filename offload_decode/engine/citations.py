@@ -28,6 +28,10 @@ OPENING = 4
 """First tokens of a store, which models attend to where there is nothing to attend to (StreamingLLM, arXiv
 2309.17453, §3.1): these are cited of no document.
 """
+PLAIN_QUESTION, PLAIN_TOKENS = "What?", 8
+"""What a question without content, and so many tokens of its answer, attend to is taken off: all questions
+attend to it.
+"""
 DOCUMENTS, SPANS = 8, 3
 WINDOW = 48  # tokens that one passage gathers around a peak
 REACH = 48  # tokens beyond these in which a sentence or a line may begin and end
@@ -50,11 +54,13 @@ class Watch:
 
     mass: float32 `[N]`, the sum over all rows that were seen of a row's softmax over the stored tokens, where
     that is at least `least`. It takes 4 bytes a token at most: the system commits pages that are written to.
+    rows: how many were seen.
     """
 
     def __init__(self, host: HostKV, least: float = NOTABLE):
         self.host, self.least = host, least
         self.mass = np.zeros(host.length, np.float32)
+        self.rows = 0
 
     def see(
         self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState
@@ -65,6 +71,7 @@ class Watch:
         if not len(rows):
             return
         own = replace(queries, vectors=queries.on_host()[:, rows], group=1, tokens=1, copy=None)
+        self.rows += own.vectors.shape[:2].numel()
         lse = state.lse.cpu()[:, rows, None]
         scores = None
         if isinstance(selection, PageSelection):
@@ -104,15 +111,25 @@ def last_queries(queries: Queries, sequence: int, end: int | None = None) -> Ten
 
 
 def cite(
-    watch: Watch, store: Store, tokenizer: Any, most_documents: int = DOCUMENTS, most_spans: int = SPANS
+    watch: Watch,
+    store: Store,
+    tokenizer: Any,
+    most_documents: int = DOCUMENTS,
+    most_spans: int = SPANS,
+    opening: int = OPENING,
+    plain: Watch | None = None,
 ) -> tuple[CitedDocument, ...]:
     """The documents that were attended to and their passages, most attended first; none where attention was
-    spread thinly. Raises `ConfigError` for a store that has no tokens.
+    spread thinly. `opening`: first tokens that are no document's. `plain`: a watch over a question without
+    content, whose attention is taken off. Raises `ConfigError` for a store that has no tokens.
     """
     if not isinstance(store, KVStore):
         raise ConfigError("a store in memory has no documents to cite: open one from disk")
-    tokens = np.flatnonzero(watch.mass[OPENING:]) + OPENING
-    mass = watch.mass[tokens].astype(np.float64)
+    every = watch.mass / max(1, watch.rows)
+    if plain is not None:
+        every = np.maximum(every - plain.mass / max(1, plain.rows), 0)
+    tokens = np.flatnonzero(every[opening:]) + opening
+    mass = every[tokens].astype(np.float64)
     mass /= mass.sum() or 1.0
     cited = []
     for one in store.documents:
@@ -123,6 +140,13 @@ def cite(
     top = cited[:most_documents]
     spans = [_passages(one, tokens[own], mass[own], store, tokenizer, most_spans) for _, one, own in top]
     return tuple(CitedDocument(one.name, share, own) for (share, one, _), own in zip(top, spans, strict=True))
+
+
+def opening_of(store: KVStore, begun: Sequence[int]) -> int:
+    """How many first tokens of a store are the prompt's own, which begins as `begun`: a chat template."""
+    there = store.tokens[: len(begun)]
+    same = there == np.array(begun[: len(there)])
+    return max(OPENING, len(same) if same.all() else int(same.argmin()))
 
 
 def _passages(

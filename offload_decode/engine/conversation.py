@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.citations import Watch
+from offload_decode.engine.citations import PLAIN_QUESTION, PLAIN_TOKENS, Watch, cite, opening_of
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
@@ -25,6 +25,8 @@ from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
 from offload_decode.models.prompt import Prompt
 from offload_decode.selectors.base import Selector
 from offload_decode.store.base import Store
+from offload_decode.store.reader import KVStore
+from offload_decode.types import CitedDocument
 
 
 class Conversation:
@@ -174,6 +176,22 @@ class Conversation:
             yield watch
         finally:
             self.prefix.watches = before
+
+    def cited(self, watch: Watch) -> tuple[CitedDocument, ...]:
+        """The documents and passages that were attended to, beyond what a question without content attends
+        to: the first time, that is asked too. Raises as `cite`.
+        """
+        if not isinstance(self.store, KVStore):
+            return cite(watch, self.store, self.tokenizer)
+        known, kind = self.prefix.host.plain, self.prefix.kind
+        if kind not in known:
+            other = Conversation(self.loaded, self.store, self.prefix.fresh())
+            with other.watched() as plain:
+                for _ in other.generate(other.ask(PLAIN_QUESTION), PLAIN_TOKENS):
+                    pass
+            known[kind] = plain
+        opening = opening_of(self.store, next(self.prompt.corpus(self.tokenizer, [""])))
+        return cite(watch, self.store, self.tokenizer, opening=opening, plain=known[kind])
 
     def pieces(self, generated: Iterable[int]) -> Iterator[str]:
         """The text of generated tokens, piece by piece as they come: no piece ends within a character."""

@@ -14,7 +14,6 @@ import torch
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig
 from offload_decode.engine.batching import answer_batch
-from offload_decode.engine.citations import cite
 from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
@@ -104,7 +103,7 @@ class Engine(Conversation):
             most = forked.most_new(max_new_tokens)
             tokens = tuple(forked.generate(logits, most, sampler))
         finish = "length" if len(tokens) == most else "stop"
-        cited = None if watch is None else cite(watch, self.store, self.tokenizer)
+        cited = None if watch is None else self.cited(watch)
         return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish, cited)
 
     def answer_many(

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import give_back
 from offload_decode.engine.batching import packing_key, run_turns
-from offload_decode.engine.citations import cite
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server.loaded_models import Target
 from offload_decode.server.metrics import Metrics
@@ -249,8 +248,7 @@ class Scheduler:
         try:
             found = None
             if running.watch is not None:
-                store, loaded = running.target.start.store, running.target.loaded
-                found = cite(running.watch, store, loaded.known_tokenizer)
+                found = running.target.start.cited(running.watch)
             for one in reversed(running.sequences):  # so that the first answer's is the last used
                 one.conversation.prefix.watches = ()
                 self.prefix_cache.keep(running.target.key, one.conversation)

@@ -9,9 +9,11 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError, StoreDamaged
-from offload_decode.engine.citations import REACH, Watch, cite
+from offload_decode.engine.citations import OPENING, PLAIN_QUESTION, REACH, Watch, cite, opening_of
+from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
+from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, Selection
 from tests.store.test_refusals import reseal
 from tests.tiny import saved_model
@@ -181,6 +183,35 @@ def test_the_opening_of_a_store_is_cited_of_no_document(folder):
     assert cite(watch, engine.store, engine.tokenizer) == ()
     watch.mass[4] = 1
     assert cite(watch, engine.store, engine.tokenizer)[0].share == 1
+
+
+def test_what_a_question_without_content_attends_to_is_taken_off(folder):
+    engine = Engine.open(folder / "store")
+    watch, plain = Watch(engine.prefix.host), Watch(engine.prefix.host)
+    for one in engine.store.documents[:2]:
+        watch.mass[one.start + 50], plain.mass[one.start + 50] = 6, 2
+    plain.mass[engine.store.documents[1].start + 50] = 9
+    watch.rows, plain.rows = 4, 3  # per row 1.5 less 0.67, and 1.5 less 3
+    (cited,) = cite(watch, engine.store, engine.tokenizer, plain=plain)
+    assert (cited.name, cited.share) == (engine.store.documents[0].name, 1)
+    assert cite(watch, engine.store, engine.tokenizer, plain=watch) == ()
+
+
+def test_it_is_asked_once_for_all_that_choose_alike(folder, monkeypatch):
+    engine, asked = Engine.open(folder / "store", options={"budget": "20"}), []
+    ask = Conversation.ask
+    monkeypatch.setattr(Conversation, "ask", lambda own, text, begun="": asked.append(text) or ask(own, text))
+    for question in QUESTIONS:
+        engine.answer(question, 2, cites=True)
+    assert sorted(asked) == sorted([*QUESTIONS, PLAIN_QUESTION])
+
+
+def test_a_chat_template_is_no_document(folder):
+    store = KVStore.open(folder / "store")
+    tokens = store.tokens[:30].tolist()
+    assert opening_of(store, [*tokens[:20], -1]) == 20
+    assert opening_of(store, tokens) == 30
+    assert opening_of(store, []) == opening_of(store, [-1]) == OPENING
 
 
 @pytest.mark.gpu
