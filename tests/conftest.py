@@ -30,8 +30,7 @@ _MEMORY = Path("/dev/shm")
 if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
-# What is remembered between runs stays out of the user's cache. Workers share that of the run that starts
-# them.
+# What is remembered between runs stays out of the user's cache. Workers share that of their run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = _CACHE.name

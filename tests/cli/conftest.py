@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from offload_decode.cli import compiling
 from offload_decode.cli.main import app
+from offload_decode.evals import answering
+from offload_decode.evals.side_by_side import WayAnswer
 from tests.processes import apart
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved_model
 
 # Each invocation would read the signatures of all commands anew, which takes longer than most of them do.
 typer.testing._get_command = cache(typer.main.get_command)
@@ -101,8 +103,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model/`, `corpus.txt` and `store.kv`: for reading only."""
     folder = tmp_path_factory.mktemp("home")
-    text_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    saved_model(folder / "model")
     (folder / "corpus.txt").write_text(TEXT)
     done("prefill", folder / "corpus.txt", "--model", folder / "model", "--out", folder / "store.kv")
     return folder
@@ -120,6 +121,29 @@ def copy(store: Path, tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(store, tmp_path / name))
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where a test has a command write lines."""
+    return tmp_path / "out.jsonl"
+
+
+@pytest.fixture
+def questions(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The `QUESTIONS` of a test's module, in a file."""
+    return write_lines(tmp_path / "questions.jsonl", *request.module.QUESTIONS)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of evaluations have two tokens."""
+    real = answering.reply
+
+    def reply(engine: object, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
+        return real(engine, way, question, 2, begun)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(answering, "reply", reply)
+
+
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of three short documents; for reading only."""
@@ -127,3 +151,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("alpha", "beta", "gamma"):
         (folder / f"{name}.txt").write_text(f"The word of this document is {name}. " * 4)
     return folder
+
+
+@pytest.fixture(scope="session")
+def collection(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A collection of them; for reading only."""
+    out = tmp_path_factory.mktemp("collections") / "texts"
+    ran = done("collect", texts, "--model", home / "model", "--out", out)
+    assert "3 made; it holds 3 documents" in ran.err
+    return out

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.conftest import TEXT, done, flip, json_of, refused, run
 from tests.prefill_jobs.killing import tree
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -72,12 +72,11 @@ def test_what_is_refused_in_a_sentence(home, copy, news, tmp_path):
     before = tree(store)
     empty.mkdir()
     (tmp_path / "blank.txt").write_text(" \n")
-    text_model(seed=3).save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
+    saved_model(model, seed=3)
     assert "other weights" in refused(1, "append", store, news, "--model", model)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    text_model().save_pretrained(model)
+    saved_model(model)
     tokenizer.save_pretrained(model)
     assert "another tokenizer" in refused(1, "append", store, news, "--model", model)
     assert "nothing to read" in refused(1, "append", store, empty)

@@ -1,15 +1,12 @@
 """Where `ask` attends to stored tokens, and how it estimates the unselected ones."""
 
-import json
-
 import pytest
 
 from tests.cli.conftest import json_of, refused, run
 
 
 def test_the_answer_says_where_it_was_attended_to(store):
-    ran = run("ask", store, "What is the colour of thing 3?", "--json", "--attend", "host", "--device", "cpu")
-    told = json.loads(ran.out)
+    told = json_of("ask", store, "What is the colour of thing 3?", "--attend", "host", "--device", "cpu")
     assert told["placement"] == {"attend": "host", "measured": []}
     assert set(told["stats"]["attended"]) == {"host"}
     assert told["stats"]["bus_bytes"] == 0
@@ -33,10 +30,10 @@ def test_a_placement_that_cannot_be_is_refused(store, options, told):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attend", ["host", "device", "pinned", "auto"])
 def test_every_placement_gives_the_same_answer_on_a_card(store, attend):
-    question = ("ask", store, "What is the colour of thing 3?", "--json", "--max-new-tokens", "4")
-    expected = json.loads(run(*question, "--device", "cpu").out)["answer"]
+    question = ("ask", store, "What is the colour of thing 3?", "--max-new-tokens", "4")
+    expected = json_of(*question, "--device", "cpu")["answer"]
     cache = () if attend in ("host", "pinned") else ("--device-cache", "1MiB")
-    told = json.loads(run(*question, "--device", "cuda", "--attend", attend, *cache).out)
+    told = json_of(*question, "--device", "cuda", "--attend", attend, *cache)
     assert told["answer"] == expected
     assert bool(told["placement"]["measured"]) == (attend == "auto")
     assert told["stats"]["bus_bytes"] > 0

@@ -26,17 +26,11 @@ def _batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] =
     return run("batch", *stores, "--questions", questions, "--out", out, "--max-new-tokens", "4", *options)
 
 
-def _refused(store: Path, questions: Path, out: Path) -> str:
+def refused_batch(store: Path, questions: Path, out: Path) -> str:
     return refused(2, "batch", store, "--questions", questions, "--out", out)
 
 
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "questions.jsonl", *QUESTIONS)
-
-
-def test_answers_cite_where_that_is_asked(store, questions, tmp_path):
-    out = tmp_path / "out.jsonl"
+def test_answers_cite_where_that_is_asked(store, questions, out, tmp_path):
     assert _batch(questions, out, store, options=("--cite",)).code == 0
     engine = Engine.open(store)
     for line, asked in zip(lines_of(out), QUESTIONS, strict=True):
@@ -80,8 +74,7 @@ def test_a_question_may_name_its_store_by_path_or_by_name(store, copy, tmp_path)
     assert answered == [(str(store), "two"), (str(other), "one")]
 
 
-def test_what_is_answered_is_not_asked_again(store, questions, tmp_path):
-    out = tmp_path / "out.jsonl"
+def test_what_is_answered_is_not_asked_again(store, questions, out):
     _batch(questions, out, store)
     whole = out.read_bytes()
     ran = _batch(questions, out, store)
@@ -90,8 +83,7 @@ def test_what_is_answered_is_not_asked_again(store, questions, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
-def test_a_torn_last_line_is_answered_again(store, questions, tmp_path, cut):
-    out = tmp_path / "out.jsonl"
+def test_a_torn_last_line_is_answered_again(store, questions, out, cut):
     _batch(questions, out, store)
     whole = out.read_bytes()
     out.write_bytes(whole[:-cut])
@@ -99,8 +91,7 @@ def test_a_torn_last_line_is_answered_again(store, questions, tmp_path, cut):
     assert out.read_bytes() == whole
 
 
-def test_a_store_that_fails_does_not_stop_the_others(store, questions, tmp_path, monkeypatch):
-    out = tmp_path / "out.jsonl"
+def test_a_store_that_fails_does_not_stop_the_others(store, questions, out, tmp_path, monkeypatch):
     ran = _batch(questions, out, tmp_path / "missing.kv", store)
     assert ran.code == 1
     assert [line["store"] for line in lines_of(out)] == [str(store)] * 3
@@ -136,29 +127,27 @@ def test_a_store_that_fails_does_not_stop_the_others(store, questions, tmp_path,
 def test_a_bad_line_is_named_before_any_work(store, tmp_path, line, told):
     questions = write_lines(tmp_path / "q.jsonl", *QUESTIONS[:1])
     questions.write_text(questions.read_text() + line + "\n")
-    sentence = _refused(store, questions, tmp_path / "out")
+    sentence = refused_batch(store, questions, tmp_path / "out")
     assert re.search(told, sentence)
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_not_what_they_should_be(store, home, questions, tmp_path):
-    out = tmp_path / "out"
-    assert "cannot be read" in _refused(store, tmp_path / "missing", out)
+def test_files_that_are_not_what_they_should_be(store, home, questions, out, tmp_path):
+    assert "cannot be read" in refused_batch(store, tmp_path / "missing", out)
     (tmp_path / "blank").write_text("\n\n")
-    assert "holds no questions" in _refused(store, tmp_path / "blank", out)
+    assert "holds no questions" in refused_batch(store, tmp_path / "blank", out)
     (tmp_path / "latin").write_bytes(b'{"question": "caf\xe9"}\n')
-    assert "not UTF-8" in _refused(store, tmp_path / "latin", out)
+    assert "not UTF-8" in refused_batch(store, tmp_path / "latin", out)
     before = questions.read_bytes()
-    assert "holds the questions" in _refused(store, questions, questions)
+    assert "holds the questions" in refused_batch(store, questions, questions)
     for foreign in (b"some notes\n", b"some notes without an end", b'{"id": 1}\n'):
         out.write_bytes(foreign)
-        assert "choose another --out" in _refused(store, questions, out)
+        assert "choose another --out" in refused_batch(store, questions, out)
         assert out.read_bytes() == foreign
     assert questions.read_bytes() == before
 
 
-def test_answers_without_end_are_not_read_whole(tmp_path):
-    out = tmp_path / "out"
+def test_answers_without_end_are_not_read_whole(out):
     out.write_bytes(b'{"id": 1')
     os.truncate(out, 1 << 34)
     with pytest.raises(ConfigError, match="is not an answer"):
@@ -170,7 +159,7 @@ def test_answers_without_end_are_not_read_whole(tmp_path):
 def test_questions_come_from_a_plain_file_alone(store, tmp_path, odd):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    told = _refused(store, tmp_path / odd, tmp_path / "out.jsonl")
+    told = refused_batch(store, tmp_path / odd, tmp_path / "out.jsonl")
     assert "cannot be read" in told
 
 
@@ -179,8 +168,7 @@ def test_a_question_without_an_end_is_refused(store, monkeypatch):
     assert "ask a shorter one" in refused(2, "ask", store, "-", stdin="why? " * (1 << 18))
 
 
-def test_answers_of_other_settings_are_not_mixed(store, questions, tmp_path):
-    out = tmp_path / "out.jsonl"
+def test_answers_of_other_settings_are_not_mixed(store, questions, out):
     assert _batch(questions, out, store).code == 0
     before = out.read_bytes()
     model = str(store.with_name("model"))
@@ -207,7 +195,7 @@ def test_options_are_checked_before_any_work(store, questions, tmp_path, monkeyp
     assert "unknown selector" in refused(2, *args, "-s", "nonsense")
     assert "has no option" in refused(2, *args, "-o", "bugdet=3")
     assert "is given twice" in refused(2, *args, store)
-    assert "there is no folder" in _refused(store, questions, tmp_path / "no" / "such" / "out.jsonl")
+    assert "there is no folder" in refused_batch(store, questions, tmp_path / "no" / "such" / "out.jsonl")
     ran = run(*args, "-o", "budget=many")
     assert ran.code == 2
     assert not (tmp_path / "out").exists()
@@ -216,7 +204,7 @@ def test_options_are_checked_before_any_work(store, questions, tmp_path, monkeyp
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
 def test_what_json_has_no_number_for_is_neither_read_nor_written(store, tmp_path, number):
     (tmp_path / "q").write_text(f'{{"question": "one", "weight": {number}}}\n')
-    told = _refused(store, tmp_path / "q", tmp_path / "out")
+    told = refused_batch(store, tmp_path / "q", tmp_path / "out")
     assert "line 1 of" in told
     assert not (tmp_path / "out").exists()
 

@@ -21,7 +21,7 @@ from offload_decode.prefill_jobs.on_ray import asking
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import Reply
 from offload_decode.types import Answer, StepStats
-from tests.cli.conftest import Ran, lines_of, refused, run, write_lines
+from tests.cli.conftest import Ran, lines_of, refused, run
 from tests.prefill_jobs.test_ray import descendants
 
 QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in range(12)]
@@ -69,11 +69,6 @@ def test_errors_of_a_store_are_returned(store, tmp_path):
     assert worker.load().stores == {str(store)}
     assert isinstance(worker.do(QuestionBatch(str(tmp_path / "none.kv"), ("Why?",))).result, StoreNotFound)
     assert isinstance(worker.do(QuestionBatch(str(store), ("Why?",))).result, list), "another one goes on"
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "questions.jsonl", *QUESTIONS)
 
 
 def batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:

@@ -13,15 +13,6 @@ from offload_decode.collections.journal import DOCUMENTS
 from tests.cli.conftest import Ran, done, flip, json_of, lines_of, refused, run, write_lines
 
 
-@pytest.fixture(scope="module")
-def collection(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For reading only."""
-    out = tmp_path_factory.mktemp("collections") / "texts"
-    ran = done("collect", texts, "--model", home / "model", "--out", out)
-    assert "3 made; it holds 3 documents" in ran.err
-    return out
-
-
 @pytest.fixture
 def copied(collection: Path, tmp_path: Path) -> Path:
     """A copy that a test may spoil."""
@@ -59,12 +50,11 @@ def test_it_is_renewed_by_the_same_command(home, texts, collection, tmp_path):
     assert "2 kept; it holds 2 documents" in ran.err
 
 
-def test_every_document_is_asked_and_named(collection, tmp_path):
+def test_every_document_is_asked_and_named(collection, out):
     expected = answers(collection, "Which word?")
     told = json_of("ask", collection, "Which word?", "--all", "--cite", "--max-new-tokens", "4")["answers"]
     assert {one["document"]: one["answer"] for one in told} == expected
     assert all({cited["name"] for cited in one["citations"]} <= {one["document"]} for one in told)
-    out = tmp_path / "out.jsonl"
     assert batch(collection, out, [{"question": "Which word?"}], "--all").code == 0
     assert {line["document"]: line["answer"] for line in lines_of(out)} == expected
     again = batch(collection, out, [{"question": "Which word?"}], "--all")
@@ -77,16 +67,15 @@ def test_answers_are_printed_behind_the_names(collection):
     assert (ran.code, len(begun)) == (0, 3)
 
 
-def test_the_documents_that_share_most_words_are_asked(collection, tmp_path):
+def test_the_documents_that_share_most_words_are_asked(collection, out, tmp_path):
     question = "Is beta the word, or gamma?"
     for options, names in (
         (("--top", "2"), ["beta.txt", "gamma.txt"]),
         ((), ["beta.txt", "gamma.txt", "alpha.txt"]),
     ):
-        ran = run("ask", collection, question, *options, "--json", "--max-new-tokens", "2")
-        assert {one["document"] for one in json.loads(ran.out)["answers"][:2]} == set(names[:2])
-        assert len(json.loads(ran.out)["answers"]) == len(names)
-    out = tmp_path / "out.jsonl"
+        told = json_of("ask", collection, question, *options, "--max-new-tokens", "2")["answers"]
+        assert {one["document"] for one in told[:2]} == set(names[:2])
+        assert len(told) == len(names)
     asked = [{"question": "Is it alpha?"}, {"question": "Or gamma?"}]
     assert batch(collection, out, asked, "--top", "1").code == 0
     assert [(line["document"], line["question"]) for line in lines_of(out)] == [
@@ -101,8 +90,7 @@ def test_the_documents_that_share_most_words_are_asked(collection, tmp_path):
     assert "leave one of them out" in refused(2, "ask", collection, question, "--all", "--top", "1")
 
 
-def test_a_question_may_name_its_document(collection, tmp_path):
-    out = tmp_path / "out.jsonl"
+def test_a_question_may_name_its_document(collection, out, tmp_path):
     questions = [{"question": "Which?", "document": "beta.txt"}, {"question": "What?"}]
     assert batch(collection, out, questions, "--all").code == 0
     assert [(line["document"], line["question"]) for line in lines_of(out)] == [
@@ -115,13 +103,12 @@ def test_a_question_may_name_its_document(collection, tmp_path):
     assert (ran.code, "asks the document delta.txt, which is not among" in ran.err) == (2, True)
 
 
-def test_conditions_leave_documents_out(home, texts, copied, tmp_path):
+def test_conditions_leave_documents_out(home, texts, copied, out, tmp_path):
     folder = Path(shutil.copytree(texts, tmp_path / "own"))
     metadata = folder / "said [1].jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 2024}\n')
     command = ("collect", folder, "--model", home / "model", "--out", copied, "--metadata", metadata)
     assert "3 kept; it holds 3 documents" in run(*command).err
-    out = tmp_path / "out.jsonl"
     assert batch(copied, out, [{"question": "Is it alpha?"}], "--where", "year>=2000", "--top", "3").code == 0
     assert [line["document"] for line in lines_of(out)] == ["beta.txt"]
     ran = run("ask", copied, "Which?", "--all", "--where", "name=*a*", "--where", "year<2000", "--json")
@@ -132,7 +119,7 @@ def test_conditions_leave_documents_out(home, texts, copied, tmp_path):
     assert "line 2 of" in refused(2, *command)
 
 
-def test_a_document_that_fails_does_not_stop_the_others(copied, tmp_path):
+def test_a_document_that_fails_does_not_stop_the_others(copied, out):
     opened = Collection(copied)
     shutil.rmtree(opened.store(opened.entries[1]))
     ran = run("ask", copied, "Which word?", "--all", "--json", "--max-new-tokens", "2")
@@ -142,17 +129,15 @@ def test_a_document_that_fails_does_not_stop_the_others(copied, tmp_path):
     assert failed["document"] == "beta.txt"
     assert failed["error"].startswith("There is no store at")
     assert "error: beta.txt: There is no store at" in ran.err
-    out = tmp_path / "out.jsonl"
     ran = batch(copied, out, [{"question": "Which word?"}], "--all")
     assert (ran.code, [line["document"] for line in lines_of(out)]) == (1, ["alpha.txt", "gamma.txt"])
 
 
-def test_only_the_stores_that_are_asked_are_looked_at(collection, tmp_path, monkeypatch):
+def test_only_the_stores_that_are_asked_are_looked_at(collection, out, monkeypatch):
     looked: list[str] = []
     store = Collection.store
     noted = lambda self, entry: (looked.append(entry.name), store(self, entry))[1]  # noqa: E731
     monkeypatch.setattr(Collection, "store", noted)
-    out = tmp_path / "out.jsonl"
     assert batch(collection, out, [{"question": "Is it beta?"}], "--top", "1").code == 0
     assert looked == ["beta.txt"]
 
@@ -174,8 +159,8 @@ def test_a_question_that_names_a_document_finds_it(home, tmp_path):
         (folder / f"note-{number:04}.txt").write_text("The same words everywhere.")
     out = tmp_path / "collection"
     done("collect", folder, "--model", home / "model", "--out", out)
-    ran = run("ask", out, "What says note-0004.txt?", "--top", "1", "--max-new-tokens", "2", "--json")
-    (answer,) = json.loads(ran.out)["answers"]
+    told = json_of("ask", out, "What says note-0004.txt?", "--top", "1", "--max-new-tokens", "2")
+    (answer,) = told["answers"]
     assert answer["document"] == "note-0004.txt"
 
 

@@ -14,10 +14,9 @@ from offload_decode.cli.ask import describe
 from offload_decode.config import parse_options
 from offload_decode.indexes import files
 from offload_decode.indexes import registry as index_registry
-from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import registry
 from offload_decode.types import StepStats
-from tests.cli.conftest import TEXT, Ran, done, flip, json_of, run
+from tests.cli.conftest import TEXT, done, flip, json_of, run
 from tests.indexes.test_hostile import forge
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
@@ -57,8 +56,7 @@ def test_ask_prints_the_engines_answer(store):
 
 
 def test_ask_as_json_names_everything_that_shaped_the_answer(store):
-    ran = run("ask", store, QUESTION, "--max-new-tokens", "6", "--json", "-o", "budget=10%", "-s", "topk")
-    told = json.loads(ran.out)
+    told = json_of("ask", store, QUESTION, "--max-new-tokens", "6", "-o", "budget=10%", "-s", "topk")
     assert (told["question"], told["tokens"], told["finish"]) == (QUESTION, 6, "length")
     assert (told["selector"], told["options"]["budget"], told["options"]["index"]) == ("topk", "10%", "auto")
     assert told["search"] == {"index": "flat"}
@@ -124,12 +122,8 @@ def test_inspect_accounts_for_every_byte_and_token(store):
 
 
 def test_inspect_tells_how_keys_and_values_are_stored_and_what_that_cost(home, tmp_path):
-    prefill(
-        str(home / "corpus.txt"),
-        model=str(home / "model"),
-        out=tmp_path / "s",
-        settings=Settings(kv="int4-values"),
-    )
+    how = ("--model", home / "model", "--out", tmp_path / "s", "--kv", "int4-values")
+    done("prefill", home / "corpus.txt", *how)
     told = json_of("inspect", tmp_path / "s")["manifest"]
     assert told["kv"] == {"keys": "int8-rows", "values": "int4-rows"}
     shown = run("inspect", tmp_path / "s").out
@@ -171,15 +165,12 @@ def test_an_index_of_an_earlier_version_is_built_again(copy):
 
 def test_ask_searches_the_clusters_once_they_are_built(copy):
     store = copy("clustered.kv")
-
-    def asked(*options: str) -> Ran:
-        return run("ask", store, QUESTION, "--max-new-tokens", "5", "--json", *options)
-
-    assert json.loads(asked().out)["search"] == {"index": "flat"}
+    asked = ("ask", store, QUESTION, "--max-new-tokens", "5")
+    assert json_of(*asked)["search"] == {"index": "flat"}
     assert json_of("index", store)["kind"] == "clusters"
-    assert json.loads(asked().out)["search"] == {"index": "clusters"}
-    assert json.loads(asked("-o", "index=flat").out)["search"] == {"index": "flat"}
-    assert not asked().err
+    assert json_of(*asked)["search"] == {"index": "clusters"}
+    assert json_of(*asked, "-o", "index=flat")["search"] == {"index": "flat"}
+    assert not run(*asked, "--json").err
 
 
 def make_unfinished(store: Path, how: str, kind: str = "clusters") -> None:
@@ -241,9 +232,8 @@ def test_verify_tells_unfinished_from_damaged(copy, how):
     store = copy("half.kv")
     done("index", store, "--k", "10")
     make_unfinished(store, how)
-    ran = run("verify", store, "--json")
-    told = json.loads(ran.out)
-    assert (ran.code, told["ok"], told["problems"]) == (0, True, [])
+    told = json_of("verify", store)
+    assert (told["ok"], told["problems"]) == (True, [])
     assert "unfinished" in told["unfinished"][0]
     assert "clusters" not in " ".join(told["checked"])
     assert "unfinished" in run("verify", store).err

@@ -14,7 +14,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
 from tests.cli.conftest import MAIN, PROGRAM, done, refused, run, write_lines
 from tests.processes import apart
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved_model, tiny_tokenizer
 
 LIGHT = "import sys; import offload_decode.cli.main; print(*sys.modules)"
 HEAVY = {"torch", "transformers", "numpy", "zarr", "faiss", "numba", "rich", "bs4"}
@@ -67,14 +67,12 @@ def test_a_truncated_store(copy):
 
 
 def test_another_model_and_another_tokenizer(store, tmp_path):
-    text_model(seed=1).save_pretrained(tmp_path / "other")
-    tiny_tokenizer().save_pretrained(tmp_path / "other")
-    assert "open the store with" in refused(1, "ask", store, "q", "--model", tmp_path / "other")
-    text_model().save_pretrained(tmp_path / "same")
+    other, same = saved_model(tmp_path / "other", seed=1), saved_model(tmp_path / "same")
+    assert "open the store with" in refused(1, "ask", store, "q", "--model", other)
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"unk_token": "<pad>"})
-    tokenizer.save_pretrained(tmp_path / "same")
-    assert "tokenizer" in refused(1, "ask", store, "q", "--model", tmp_path / "same")
+    tokenizer.save_pretrained(same)
+    assert "tokenizer" in refused(1, "ask", store, "q", "--model", same)
 
 
 def test_a_model_that_cannot_be_loaded(home, tmp_path):
@@ -108,15 +106,6 @@ def test_a_model_that_cannot_be_loaded(home, tmp_path):
 )
 def test_options_that_cannot_be_used(store, args, told):
     assert told in refused(2, "ask", store, "q", *args)
-
-
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [(["--model", ""], "the model is empty"), (["--dtype", "float8"], "unknown dtype 'float8'")],
-)
-def test_a_prefill_that_cannot_be_used(home, tmp_path, args, told):
-    command = ["prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv", *args]
-    assert told in refused(2, *command)
 
 
 def test_an_empty_question(store):

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.evals import answering, sparsity
+from offload_decode.evals import sparsity
 from offload_decode.evals.runs import QuestionRecord, read
-from offload_decode.evals.side_by_side import WayAnswer
 from offload_decode.evals.sparsity import LayerAttention, Question, left_out
 from offload_decode.models import loading
 from tests.cli.conftest import TEXT, done, json_of, refused, run
@@ -21,8 +20,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_perplexity_prints_a_line_for_each_way(home, text, tmp_path):
-    out = tmp_path / "run.jsonl"
+def test_perplexity_prints_a_line_for_each_way(home, text, out):
     asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--out", out)
     ran = done(*asked)
     heading, *lines = ran.out.splitlines()
@@ -43,8 +41,7 @@ def test_perplexity_prints_a_line_for_each_way(home, text, tmp_path):
     assert out.read_bytes() == before
 
 
-def test_sliding_shows_every_position(home, text, tmp_path):
-    out = tmp_path / "run.jsonl"
+def test_sliding_shows_every_position(home, text, out):
     asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--sliding")
     ran = done(*asked, "--out", out, "-q")
     positions = [line.split()[:3] for line in ran.out.splitlines()[-3:]]
@@ -74,19 +71,15 @@ def test_a_text_that_is_too_short_is_refused(home, text, tmp_path):
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_sparsity_prints_tasks_layers_and_predictors(home, tmp_path, monkeypatch):
-    reply, listen = answering.reply, sparsity.listen
-
-    def short(engine: object, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
-        return reply(engine, way, question, 2, begun)  # type: ignore[arg-type]
+@pytest.mark.usefixtures("short")
+def test_sparsity_prints_tasks_layers_and_predictors(home, out, monkeypatch):
+    listen = sparsity.listen
 
     def few(engine: object, question: str, most: int, begun: str = "") -> list[LayerAttention]:
         return listen(engine, question, 2, begun)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(answering, "reply", short)
     monkeypatch.setattr(sparsity, "listen", few)
     ask = ("--tasks", "plain-fact", "--lengths", "200", "--limit", "1", "--budgets", "64,8")
-    out = tmp_path / "run.jsonl"
     ran = done("eval", "sparsity", "--model", home / "model", *ask, "--out", out)
     tasks, layers, predicted = ran.out.split("\n\n")
     assert tasks.splitlines()[1].startswith("plain-fact")

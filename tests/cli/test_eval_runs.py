@@ -4,22 +4,12 @@ import json
 
 import pytest
 
-from offload_decode.evals import answering, tasks
+from offload_decode.evals import tasks
 from offload_decode.evals.runs import read
-from offload_decode.evals.side_by_side import WayAnswer
-from tests.cli.conftest import done, refused, run
+from tests.cli.conftest import done, json_of, refused, run
 
+pytestmark = pytest.mark.usefixtures("short")
 ASK = ("--tasks", "plain-fact", "--lengths", "200", "--limit", "1", "-q")
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = answering.reply
-
-    def short(engine: object, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
-        return real(engine, way, question, 2, begun)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(answering, "reply", short)
 
 
 def test_options_given_twice_make_a_grid(home, tmp_path):
@@ -37,8 +27,7 @@ def test_options_given_twice_make_a_grid(home, tmp_path):
     assert (again.code, again.out) == (0, ran.out)
 
 
-def test_another_run_does_not_write_over_results(home, tmp_path):
-    out = tmp_path / "run.jsonl"
+def test_another_run_does_not_write_over_results(home, out):
     done("eval", "ablation", "--model", home / "model", *ASK, "--out", out)
     before = out.read_bytes()
     message = refused(2, "eval", "ablation", "--model", home / "model", *ASK, "--seeds", "3", "--out", out)
@@ -61,10 +50,9 @@ def test_mistakes_are_told_in_a_sentence(home, options, said):
     assert said in refused(2, "eval", "ablation", "--model", "no-such-model", *options)
 
 
-def test_json_has_the_records(home, tmp_path):
-    out = tmp_path / "run.jsonl"
-    ran = run("eval", "ablation", "--model", home / "model", *ASK, "--json", "--out", out)
-    assert len(json.loads(ran.out)["records"]) == len(read(out).records)
+def test_json_has_the_records(home, out):
+    told = json_of("eval", "ablation", "--model", home / "model", *ASK, "--out", out)
+    assert len(told["records"]) == len(read(out).records)
 
 
 @pytest.mark.parametrize("suite", ["ruler", "aggregate"])
@@ -73,16 +61,14 @@ def test_a_suite_has_tasks_that_are_known(suite):
     assert set(module.SUITE) <= set(tasks.names())
 
 
-def test_ruler_asks_what_is_named(home, tmp_path):
-    out = tmp_path / "run.jsonl"
+def test_ruler_asks_what_is_named(home, out):
     small = ("--tasks", "niah_single_2", "--lengths", "600", "--limit", "1", "--budgets", "8,2%", "-q")
     ran = done("eval", "ruler", "--model", home / "model", *small, "--out", out)
     assert read(out).header.configuration["contenders"] == ["dense", "topk:budget=8", "topk:budget=2%"]
     assert "could not be told from chance" in ran.out  # one question is too few
 
 
-def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home, tmp_path):
-    out = tmp_path / "run.jsonl"
+def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home, out, tmp_path):
     small = ("--lengths", "400", "--limit", "1", "--budgets", "8", "--out", out)
     ran = done("eval", "ruler", "--model", home / "model", *small)
     assert "qa_2 is left out: 400 tokens do not hold the facts" in ran.err
@@ -93,8 +79,7 @@ def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home, tmp_path
     assert "400 tokens do not hold the facts" in refused(2, *named)
 
 
-def test_passkey_asks_at_the_lengths_that_are_given(home, tmp_path):
-    out = tmp_path / "run.jsonl"
+def test_passkey_asks_at_the_lengths_that_are_given(home, out):
     small = ("--lengths", "700", "--limit", "1", "--budgets", "16", "-q")
     done("eval", "passkey", "--model", home / "model", *small, "--out", out)
     assert read(out).header.configuration["contenders"] == ["dense", "quest:budget=16", "topk:budget=16"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.cli import options
+from offload_decode.cli import doctor, options
 from tests.cli.conftest import done, json_of, refused, run
 from tests.extensions.installing import install, install_example
 
@@ -24,19 +24,17 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("example")
 def test_it_selects_searches_and_prefills(home, copy, tmp_path):
     store = copy("docs.kv")
-    ran = done("ask", store, *QUESTION, "-s", "longest-keys", "-o", "budget=20", "-o", "skip=3", "--json")
+    done("ask", store, *QUESTION, "-s", "longest-keys", "-o", "budget=20", "-o", "skip=3", "--json")
     assert refused(2, "ask", store, *QUESTION, "-s", "longest-keys", "-o", "skip=-1").endswith("0 or more")
-    ran = run("index", store, "--kind", "sorted-keys", "--json")
-    assert (ran.code, json.loads(ran.out)["kind"]) == (0, "sorted-keys")
-    ran = run("ask", store, *QUESTION, "-o", "index=sorted-keys", "-o", "budget=20", "--json")
-    assert json.loads(ran.out)["search"] == {"index": "sorted-keys"}
-    flat = run("ask", store, *QUESTION, "-o", "index=flat", "-o", "budget=20", "--json")
-    assert json.loads(ran.out)["answer"] == json.loads(flat.out)["answer"], "both searches are exact"
+    assert json_of("index", store, "--kind", "sorted-keys")["kind"] == "sorted-keys"
+    told = json_of("ask", store, *QUESTION, "-o", "index=sorted-keys", "-o", "budget=20")
+    assert told["search"] == {"index": "sorted-keys"}
+    flat = json_of("ask", store, *QUESTION, "-o", "index=flat", "-o", "budget=20")
+    assert told["answer"] == flat["answer"], "both searches are exact"
     assert "the sorted-keys index" in " ".join(json_of("verify", store)["checked"])
     corpus, out = home / "corpus.txt", tmp_path / "evenly.kv"
-    ran = done(
-        "prefill", corpus, "--model", home / "model", "--out", out, "--method", "evenly", "-o", "budget=50%"
-    )
+    how = ("--method", "evenly", "-o", "budget=50%")
+    done("prefill", corpus, "--model", home / "model", "--out", out, *how)
     (tmp_path / "more.txt").write_text("Fact 99: the colour of thing 99 is blue.\n")
     done("append", out, tmp_path / "more.txt")
     told = json_of("inspect", out)
@@ -86,19 +84,14 @@ def test_one_that_is_broken_is_one_sentence(home, store, tmp_path):
 
 @pytest.mark.usefixtures("example")
 def test_doctor_imports_each_and_names_what_is_wrong(monkeypatch):
-    from offload_decode.cli import doctor
-
     monkeypatch.setattr(doctor, "_CHECKS", [check for check in doctor._CHECKS if check[0] == "extensions"])
-    ran = run("doctor", "--json")
-    (check,) = json.loads(ran.out)["checks"]
-    assert (ran.code, check["state"]) == (0, "broken")
+    (check,) = json_of("doctor")["checks"]
+    assert check["state"] == "broken"
     assert check["found"].count("of torn 0.1 cannot be used") == 3
     assert "key-lengths" not in check["found"]
 
 
 def test_doctor_says_what_is_installed_and_that_nothing_is(tmp_path, monkeypatch):
-    from offload_decode.cli import doctor
-
     assert doctor._checked("extensions", False, doctor._extensions).state == "absent"
     install_example(tmp_path, monkeypatch)
     check = doctor._checked("extensions", False, doctor._extensions)

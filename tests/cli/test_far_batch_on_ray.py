@@ -23,18 +23,16 @@ from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray import asking, workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, TryAgain
-from tests.cli.conftest import Ran, done, lines_of, refused, run, write_lines
+from tests.cli.conftest import Ran, done, lines_of, refused, run
 from tests.cli.test_batch_on_ray import sorted_lines
 from tests.prefill_jobs.test_ray import descendants
 
 
 @pytest.fixture(scope="module")
-def bucket(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bucket(collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that is a bucket with a collection; for reading only."""
     folder = tmp_path_factory.mktemp("bucket")
-    here = folder.with_name(folder.name + ".here")
-    done("collect", texts, "--model", home / "model", "--out", here)
-    done("push", here, f"file://{folder}/texts")
+    done("push", collection, f"file://{folder}/texts")
     return folder
 
 
@@ -200,11 +198,6 @@ def test_what_workers_do_not_tell_of_a_collection_is_refused(url, option):
 
 
 QUESTIONS = [{"question": f"Which word is word {n}?", "id": n} for n in range(4)]
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "questions.jsonl", *QUESTIONS)
 
 
 def batch(url: str, questions: Path, out: Path, *options: str) -> Ran:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
 
 from offload_decode.collections.collection import Collection
@@ -15,22 +14,15 @@ from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.store.files import SEAL
 from tests.cli.conftest import done, json_of, lines_of, refused, run, write_lines
 from tests.prefill_jobs.killing import tree
-from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
-
-
-@pytest.fixture(scope="module")
-def made(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("collections") / "texts"
-    done("collect", texts, "--model", home / "model", "--out", out)
-    return out
+from tests.prefill_jobs.services import Service, clear, client, moto, objects, serving, use_s3
 
 
 @pytest.fixture
-def collection(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def collection(collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One of its own for each test, and an empty cache."""
     clear(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return Path(shutil.copytree(made, tmp_path / "here"))
+    return Path(shutil.copytree(collection, tmp_path / "here"))
 
 
 @pytest.fixture
@@ -42,7 +34,7 @@ def url(tmp_path: Path) -> str:
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     with serving(moto()) as served:
         use_s3(monkeypatch, served.url)
-        boto3.client("s3", endpoint_url=served.url).create_bucket(Bucket="bucket")
+        client(served).create_bucket(Bucket="bucket")
         yield served
 
 
@@ -118,17 +110,11 @@ def test_lists_that_no_disk_holds_are_not_fetched(collection, url, tmp_path):
     assert "GB more and the disk has" in refused(1, "pull", url, tmp_path / "back")
 
 
-def keys(service: Service, prefix: str) -> list[str]:
-    """The objects below a prefix."""
-    found = boto3.client("s3", endpoint_url=service.url).list_objects_v2(Bucket="bucket", Prefix=prefix)
-    return [entry["Key"].removeprefix(prefix) for entry in found.get("Contents", [])]
-
-
 def test_a_list_that_has_changed_is_not_believed(collection, service, tmp_path):
     url = f"s3://bucket{tmp_path}/texts"
     run("push", collection, url)
     place = {"Bucket": "bucket", "Key": f"{str(tmp_path)[1:]}/texts/documents.jsonl"}
-    s3 = boto3.client("s3", endpoint_url=service.url)
+    s3 = client(service)
     found = s3.get_object(**place)
     changed = found["Body"].read().replace(b"alpha", b"delta")
     s3.put_object(**place, Body=changed, Metadata=found["Metadata"])
@@ -157,7 +143,7 @@ def test_what_was_cut_off_goes_on(command, collection, service, tmp_path):
             done(*way(cut))
             assert content(tmp_path / str(cut)) == content(collection)
             continue
-        there = keys(service, f"{str(tmp_path)[1:]}/{cut}/")
+        there = objects(service, f"s3://bucket{tmp_path}/{cut}/")
         assert "documents.jsonl" not in there or sum(key.endswith(SEAL) for key in there) == 3
         done(*way(cut))
         assert "3 there already" in run(*way(cut)).err

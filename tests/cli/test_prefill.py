@@ -12,7 +12,7 @@ from offload_decode.prefill_jobs.job import Maker, PrefillReport
 from offload_decode.prefill_jobs.many import Job
 from offload_decode.store.reader import KVStore
 from tests.cli.conftest import done, json_of, refused, run
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved, text_model
 
 
 @pytest.fixture
@@ -102,6 +102,12 @@ def test_ask_and_inspect_say_how_the_store_was_made(prefill, store, tmp_path):
         (["--workers", "ray"], "offload-decode[ray]"),
         (["--gpu-memory", "8GiB", "--device", "cpu"], "caps a GPU"),
         (["--ram", "lots"], "lots"),
+        (["--weights", "int3"], "choose one of: auto, streamed, int8, int4"),
+        (["--model", ""], "the model is empty"),
+        (["--dtype", "float8"], "unknown dtype 'float8'"),
+        (["--glob", "*.md"], "apply to folders, and none is given"),
+        (["--exclude", "x"], "apply to folders, and none is given"),
+        (["--follow-links"], "apply to folders, and none is given"),
     ],
 )
 def test_wrong_use_is_told_before_the_work(prefill, tmp_path, more, told, monkeypatch):
@@ -176,11 +182,6 @@ def test_several_corpora_share_the_rules(home, folder, tmp_path):
     assert (tmp_path / "out" / "corpus.kv").is_dir()
 
 
-@pytest.mark.parametrize("more", [["--glob", "*.md"], ["--exclude", "x"], ["--follow-links"]])
-def test_rules_of_folders_need_one(prefill, tmp_path, more):
-    assert "apply to folders, and none is given" in refused(2, *prefill, "--out", tmp_path / "s", *more)
-
-
 def test_a_store_and_a_device_are_no_corpora(home, store, tmp_path):
     for corpus, told in ((store, "is a KV store or belongs to one"), ("/dev/zero", "is not a regular file")):
         assert told in refused(1, "prefill", corpus, "--model", home / "model", "--out", tmp_path / "s")
@@ -188,8 +189,7 @@ def test_a_store_and_a_device_are_no_corpora(home, store, tmp_path):
 
 def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home, tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    text_model(max_position_embeddings=512, rope_parameters=rope).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    saved(text_model(max_position_embeddings=512, rope_parameters=rope), tmp_path / "model")
     given = ["prefill", home / "corpus.txt", "--model", tmp_path / "model", "--out", tmp_path / "store"]
     done(*given, "--context", "1K")
     tokens = json_of("inspect", tmp_path / "store")["manifest"]["n_tokens"]

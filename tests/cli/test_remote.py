@@ -1,8 +1,5 @@
 """`ask`, `chat` and `batch` with `--server`, through the app of `serve`."""
 
-import json
-from collections.abc import Iterator
-
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
@@ -15,29 +12,12 @@ from offload_decode.server.http.security import Access
 from offload_decode.server.requests import Busy
 from tests.cli.conftest import imported, json_of, lines_of, refused, run, write_lines
 from tests.server.fakes import STORED, FakeService
-from tests.server.http.conftest import listening
+from tests.server.http.conftest import listening, running, service, url
+
+__all__ = ["running", "service", "url"]
 
 HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi"}
 MANNER = AnswerOptions("topk", {}, 64)
-
-
-@pytest.fixture(scope="module")
-def app() -> Iterator[tuple[FastAPI, str]]:
-    app = create_app(FakeService())
-    with listening(app) as address:
-        yield app, address
-
-
-@pytest.fixture
-def service(app: tuple[FastAPI, str]) -> FakeService:
-    """Answers with the last message, a character a token; knows `book` and `tiny`."""
-    app[0].state.service = FakeService()
-    return app[0].state.service
-
-
-@pytest.fixture
-def url(app: tuple[FastAPI, str], service: FakeService) -> str:
-    return app[1]
 
 
 def test_a_server_answers_with_the_given_options(url, service):
@@ -54,8 +34,7 @@ def test_a_server_answers_with_the_given_options(url, service):
 
 
 def test_json_has_the_fields_of_the_server(url):
-    ran = run("ask", "book", "Who?", "--server", url, "--json", "--cite")
-    told = json.loads(ran.out)
+    told = json_of("ask", "book", "Who?", "--server", url, "--cite")
     assert (told["question"], told["answer"], told["tokens"], told["finish"]) == ("Who?", "Who?", 4, "stop")
     assert (told["store"], told["model"], told["stored_tokens"]) == ("book", "tiny", STORED)
     assert told["cached_tokens"] == STORED
@@ -201,10 +180,9 @@ def test_a_chat_sends_all_turns(url, service, tmp_path):
         assert "chat without --server for that" in told.err
 
 
-def test_a_batch_is_asked_concurrently_and_resumes(url, service, tmp_path):
+def test_a_batch_is_asked_concurrently_and_resumes(url, service, out, tmp_path):
     lines = [{"question": f"What is {n}?", "id": n, "topic": "n"} for n in range(5)]
     write_lines(tmp_path / "q.jsonl", *lines)
-    out = tmp_path / "a.jsonl"
     command = ["batch", "x/book.kv", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
     ran = run(*command, "--batch-size", "3", "--cite", "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
@@ -219,9 +197,8 @@ def test_a_batch_is_asked_concurrently_and_resumes(url, service, tmp_path):
     assert "1 answer, 4 there already" in ran.err
 
 
-def test_a_batch_names_unanswered_questions(url, service, tmp_path):
+def test_a_batch_names_unanswered_questions(url, service, out, tmp_path):
     write_lines(tmp_path / "q.jsonl", {"question": "a"}, {"question": "b"})
-    out = tmp_path / "a.jsonl"
     command = ["batch", "book", "no", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
     ran = run(*command)
     assert ran.code == 2

@@ -46,11 +46,6 @@ def test_several_corpora_are_prefilled_with_such_weights(home, small, tmp_path):
     assert "int8: the keys and values" in run("inspect", tmp_path / "out" / "corpus.kv").out
 
 
-def test_unknown_weights_are_refused(home, tmp_path):
-    asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
-    assert "choose one of: auto, streamed, int8, int4" in refused(2, *asked, "--weights", "int3")
-
-
 def test_streamed_weights_are_for_a_prefill_on_a_gpu(home, store, tmp_path):
     asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
     cpu = ("--weights", "streamed", "--device", "cpu")

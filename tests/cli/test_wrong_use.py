@@ -10,19 +10,12 @@ import pytest
 from offload_decode.cli.options import byte_count, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
-from tests.cli.conftest import MAIN, done, refused, run, write_lines
+from tests.cli.conftest import MAIN, done, refused, run
+from tests.cli.test_batch import refused_batch
 from tests.processes import apart
 
 LONG = "9" * 5000
-
-
-def _batch(store: Path, questions: Path, out: Path | str) -> str:
-    return refused(2, "batch", store, "--questions", questions, "--out", out)
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "q.jsonl", {"question": "Why?"})
+QUESTIONS = [{"question": "Why?"}]
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
@@ -35,7 +28,7 @@ def test_answers_go_to_a_regular_file(store, questions, tmp_path, kind):
         os.mkfifo(out)
     else:
         out = Path("/dev/null")
-    told = _batch(store, questions, out)
+    told = refused_batch(store, questions, out)
     expected = f"{out} is a folder: give --out a file in it" if kind == "folder" else "is not a regular file"
     assert expected in told
 
@@ -44,16 +37,16 @@ def test_answers_that_cannot_be_written_are_refused_before_the_work(store, quest
     loop, dead = tmp_path / "loop", tmp_path / "dead"
     loop.symlink_to(loop)
     dead.symlink_to(tmp_path / "no" / "where")
-    assert "symbolic links" in _batch(store, questions, loop)
-    assert "there is no folder" in _batch(store, questions, dead)
-    assert "too long" in _batch(store, questions, tmp_path / ("n" * 300))
+    assert "symbolic links" in refused_batch(store, questions, loop)
+    assert "there is no folder" in refused_batch(store, questions, dead)
+    assert "too long" in refused_batch(store, questions, tmp_path / ("n" * 300))
 
 
 def test_deeply_nested_questions_are_refused(store, questions, tmp_path):
     for depth in (101, 900):
         nested = "[" * depth + "]" * depth
         questions.write_text(f'{{"question": "Why?", "more": {nested}}}\n')
-        assert "nested too deeply" in _batch(store, questions, tmp_path / "out")
+        assert "nested too deeply" in refused_batch(store, questions, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 

@@ -19,7 +19,7 @@ from offload_decode.evals.stats import Estimate
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.append import GrowingStore
 from offload_decode.prefill_jobs.job import Settings
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import eager, text_model, tiny_tokenizer
 
 TEXT = " ".join(f"Thing {number} weighs {number * number} grams." for number in range(30))
 CHUNK = 20
@@ -58,8 +58,7 @@ def ids() -> list[int]:
 
 def plain(tokens: list[int]) -> torch.Tensor:
     """NLL of each token but the first, by transformers alone."""
-    model = text_model()
-    model.set_attn_implementation("eager")
+    model = eager(text_model())
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits[0, :-1].double()
     return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
@@ -149,8 +148,7 @@ def test_no_token_chooses_by_what_comes_after_it(loaded: LoadedModel, tmp_path: 
 
 def test_the_tails_share_is_what_the_plain_models_attention_gives_it(continued: Results) -> None:
     (record,) = of(continued, "dense")
-    model = text_model()
-    model.set_attn_implementation("eager")
+    model = eager(text_model())
     with torch.inference_mode():
         found = model(torch.tensor([ids()[:111]]), output_attentions=True).attentions
     share = torch.stack([own[0, :, 90:110, 90:].sum(-1) for own in found]).mean()

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from bs4 import BeautifulSoup
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
@@ -25,7 +24,9 @@ from offload_decode.evals.runs import read as read_run
 from offload_decode.evals.sparsity import entropy_by_head
 from offload_decode.evals.stats import Share
 from tests.evals.made_up import MADE_WITH, WAYS, budget, write_likelihoods, write_run, write_sparsity
-from tests.server.http.test_page import CHROMIUM, FLAGS
+from tests.server.http.test_page import browser
+
+__all__ = ["browser"]
 
 EVIL = "<script>alert('it ran')</script>\"'&\u202e\ud800\x1b]0;"
 
@@ -241,16 +242,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, why: str) -
         path.write_text(text)
     with pytest.raises(ConfigError, match=why):
         page([path])
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

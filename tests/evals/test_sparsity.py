@@ -27,7 +27,7 @@ from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, ModelShape
 from tests.evals.made_up import looked_up
-from tests.tiny import text_model
+from tests.tiny import eager, text_model
 
 N = 100
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(200)))
@@ -94,8 +94,7 @@ def test_the_stores_share_is_that_of_the_plain_models_attention(loaded: LoadedMo
     heard = sparsity.listen(engine, "What?", 4)
     tokens = [*store.tokens.tolist(), *engine.question_tokens("What?")]
     tokens += engine.answer("What?", 4).tokens[:3]
-    model = text_model()
-    model.set_attn_implementation("eager")
+    model = eager(text_model())
     with torch.inference_mode():
         found = model(torch.tensor([tokens]), output_attentions=True).attentions
     for layer in heard:

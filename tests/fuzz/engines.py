@@ -8,7 +8,7 @@ from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.store import KVStore
 from tests.fuzz.stores import Sealed, is_list
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved, text_model
 
 
 class Answering(Sealed):
@@ -16,8 +16,7 @@ class Answering(Sealed):
 
     def __init__(self, folder: Path) -> None:
         model = folder / "model"
-        text_model(num_hidden_layers=1).save_pretrained(model)
-        tiny_tokenizer().save_pretrained(model)
+        saved(text_model(num_hidden_layers=1), model)
         (folder / "text").write_text("Ada keeps the minutes of the society. " * 20)
         self.loaded = load(str(model), "cpu", "auto")
         prefill(str(folder / "text"), model=str(model), out=folder / "s")

@@ -168,7 +168,8 @@ def test_gguf_is_widened_and_takes_them(made: Made) -> None:
 def test_its_bytes_are_counted_from_its_config(made: Made, kind: str) -> None:
     folder = made(kind)
     found = outline(str(folder))
-    whole = outline(str(few_bits.plain(folder.with_name(f"{kind}-counted"), found_family(kind))))
+    family = "gpt-oss" if kind == "mxfp4" else "llama"
+    whole = outline(str(few_bits.plain(folder.with_name(f"{kind}-counted"), family)))
     assert (found.parameters, found.shape) == (whole.parameters, whole.shape)
     weights = load_file(folder / "model.safetensors")
     held = sum(tensor.nbytes for tensor in weights.values())
@@ -178,10 +179,6 @@ def test_its_bytes_are_counted_from_its_config(made: Made, kind: str) -> None:
     assert in_bits == (kind.partition("-")[0] not in ("fp8", "mxfp4", "compressed"))
     counted = sizes.weights_bytes(found, "auto")
     assert counted == (found.packed if in_bits else found.parameters * sizes.itemsize(found.dtype))
-
-
-def found_family(kind: str) -> str:
-    return "gpt-oss" if kind == "mxfp4" else "llama"
 
 
 def test_weights_that_are_unpacked_as_they_are_read_are_counted_so(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.prefill_jobs.services import (
     use_s3,
 )
 from tests.store.jobs import FULL, SLIDING, make_job
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved, text_model
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
@@ -44,8 +44,7 @@ def disk(runner: Runner, tmp_path: Path) -> Disk:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model/`, of sliding and full attention, and `corpus.txt`, of about 340 tokens."""
     folder = tmp_path_factory.mktemp("inputs")
-    text_model(family="gemma2", num_hidden_layers=4, layer_types=LAYERS).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    saved(text_model(family="gemma2", num_hidden_layers=4, layer_types=LAYERS), folder / "model")
     words = random.Random(0)
     text = " ".join(words.choice(["corpus", "key", "value"]) for _ in range(60))
     (folder / "corpus.txt").write_text(text)

@@ -34,7 +34,7 @@ _MOUNT = "mount -t tmpfs tmpfs /mnt"
 _NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 
 
-def prefill(corpus: Path, model: Path | str, store: Path, *more: str) -> list[str]:
+def prefill(corpus: Path, model: Path | str, store: Path | str, *more: str) -> list[str]:
     """The arguments of a prefill in many small steps."""
     return ["prefill", str(corpus), "--model", str(model), "--out", str(store), *(more or ("-o", "chunk=16"))]
 

@@ -26,6 +26,7 @@ from offload_decode.prefill_jobs import buckets
 from offload_decode.prefill_jobs.buckets.stores import pulling_path
 from offload_decode.store.files import SEAL, SUMS, render, seal_of
 from offload_decode.store.staging import locked
+from tests.cli.conftest import flip
 from tests.prefill_jobs.services import BUCKET, GoogleXml, clear, client, objects, serving, spoil, use_google
 from tests.store.jobs import tree
 
@@ -88,10 +89,7 @@ def test_a_changed_file_of_a_folder_is_sent_again(stores, tmp_path):
 
 def test_a_damaged_store_is_not_pushed(s3, url, stores, tmp_path):
     store = shutil.copytree(stores / "big.kv", tmp_path / "big.kv")
-    file = store / "layers" / "000" / "keys" / "c.1.0.0"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(store / "layers" / "000" / "keys" / "c.1.0.0", -1)
     with pytest.raises(StoreDamaged, match=r"c\.1\.0\.0 is not what its checksum says"):
         buckets.push(store, url)
     assert not {"/layers/000/keys/c.1.0.0", f"/{SEAL}"} & objects(s3, url).keys()

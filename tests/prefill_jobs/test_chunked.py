@@ -30,7 +30,7 @@ from offload_decode.types import Document, LayerKind
 from tests.card import stand_in
 from tests.families import VOCAB
 from tests.prefill_jobs.killing import tree
-from tests.tiny import tiny_model, token_store
+from tests.tiny import eager, tiny_model, token_store
 
 N = 75
 TOKENS = torch.randint(3, VOCAB, (N,), generator=torch.Generator().manual_seed(2)).numpy().astype(np.int32)
@@ -45,8 +45,7 @@ def prefilled(model, folder, chunk, **settings):
 @pytest.mark.parametrize("chunk", [16, 200])
 def test_chunked_equals_unchunked(family, chunk, tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "BLOCK_TOKENS", 20)  # earlier tokens come back in several ragged blocks
-    plain = tiny_model(family)
-    plain.set_attn_implementation("eager")
+    plain = eager(tiny_model(family))
     store = prefilled(tiny_model(family), tmp_path / "store", chunk=chunk)
     cache = DynamicCache(config=plain.config)
     with torch.inference_mode():

@@ -54,6 +54,13 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.fixture
+def collected(maker: Maker, texts: Path, out: Path) -> dict[str, bytes]:
+    """The files of the collection that `out` is from here on."""
+    collect(str(texts), out, maker)
+    return tree(out)
+
+
 def counts(report: CollectReport) -> tuple[int, int, int, int]:
     return report.made, report.kept, len(report.gone), len(report.failed)
 
@@ -76,18 +83,15 @@ def test_each_store_is_that_of_a_prefill_of_its_document(maker, texts, out, tmp_
     assert report.tokens == sum(KVStore.open(store).manifest.n_tokens for store in stores.values())
 
 
-def test_unchanged_documents_are_kept_without_loading_the_model(maker, texts, out):
-    collect(str(texts), out, maker)
-    before = tree(out)
+def test_unchanged_documents_are_kept_without_loading_the_model(maker, texts, out, collected):
     again = Maker(Collection(out).header.model_id, SETTINGS)
     os.utime(texts / "a.txt", (1, 1))
     assert counts(collect(str(texts), out, again)) == (0, 2, 0, 0)
     assert "loaded" not in vars(again)
-    assert tree(out) == before
+    assert tree(out) == collected
 
 
-def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(maker, texts, out):
-    collect(str(texts), out, maker)
+def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(maker, texts, out, collected):
     before = held(out)
     (texts / "a.txt").write_text("alpha, changed")
     (texts / "sub" / "b.txt").rename(texts / "c.txt")
@@ -97,16 +101,13 @@ def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(maker, t
     assert not set(before.values()) & set(after.values())
 
 
-def test_a_store_that_was_removed_is_made_again(maker, texts, out):
-    collect(str(texts), out, maker)
-    before = tree(out)
+def test_a_store_that_was_removed_is_made_again(maker, texts, out, collected):
     shutil.rmtree(held(out)["a.txt"])
     assert counts(collect(str(texts), out, maker)) == (1, 1, 0, 0)
-    assert tree(out) == before
+    assert tree(out) == collected
 
 
-def test_unreadable_documents_stop_no_other_and_keep_their_stores(maker, texts, out):
-    collect(str(texts), out, maker)
+def test_unreadable_documents_stop_no_other_and_keep_their_stores(maker, texts, out, collected):
     (texts / "a.txt").write_bytes(b"\0\1\2")
     (texts / "new.txt").write_text("news")
     os.chmod(texts / "sub", 0)
@@ -121,16 +122,14 @@ def test_unreadable_documents_stop_no_other_and_keep_their_stores(maker, texts, 
     assert set(held(out)) == {"a.txt", "sub/b.txt", "new.txt"}
 
 
-def test_nothing_is_dropped_where_nothing_is_found(maker, texts, out):
-    collect(str(texts), out, maker)
-    before = tree(out)
+def test_nothing_is_dropped_where_nothing_is_found(maker, texts, out, collected):
     shutil.rmtree(texts)
     with pytest.raises(CorpusError, match="no corpus at"):
         collect(str(texts), out, maker)
     texts.mkdir()
     with pytest.raises(CorpusError, match="nothing to read"):
         collect(str(texts), out, maker)
-    assert tree(out) == before
+    assert tree(out) == collected
 
 
 def test_most_documents_are_dropped_only_on_demand(maker, texts, out):
@@ -236,15 +235,13 @@ def test_one_process_changes_it_at_a_time(maker, texts, out):
         collect(str(texts), out, maker)
 
 
-def test_a_collection_has_one_model_and_one_way_of_prefilling(maker, texts, out):
-    collect(str(texts), out, maker)
-    before = tree(out)
+def test_a_collection_has_one_model_and_one_way_of_prefilling(maker, texts, out, collected):
     with pytest.raises(StoreMismatch, match="differs in settings"):
         collect(str(texts), out, Maker(maker.model, Settings(options={"chunk": "16"})))
     (texts / "new.txt").write_text("news")
     with pytest.raises(StoreMismatch, match="dtype"):
         collect(str(texts), out, Maker(maker.model, SETTINGS, dtype="bfloat16"))
-    assert tree(out) == before
+    assert tree(out) == collected
 
 
 def test_other_folders_are_left_alone(maker, texts, out):
@@ -270,8 +267,7 @@ def test_a_collection_among_the_texts_is_no_text(maker, texts):
         collect(str(texts / "out"), texts / "other", maker)
 
 
-def test_no_link_leads_out_of_it(maker, texts, out, tmp_path):
-    collect(str(texts), out, maker)
+def test_no_link_leads_out_of_it(maker, texts, out, tmp_path, collected):
     first = Collection(out).entries[0]
     folder = (out / first.store).parent
     shutil.move(folder, tmp_path / "elsewhere")
@@ -285,8 +281,7 @@ def test_no_link_leads_out_of_it(maker, texts, out, tmp_path):
     assert tree(tmp_path / "elsewhere") == before
 
 
-def test_an_invalid_header_is_refused(maker, texts, out):
-    collect(str(texts), out, maker)
+def test_an_invalid_header_is_refused(maker, texts, out, collected):
     text = (out / HEADER).read_text()
     for wrong, error in (
         ("{", StoreDamaged),
@@ -316,8 +311,7 @@ def found(out: Path, question: str) -> set[str]:
     return {numbered[number] for number in ranked(out / WORDS, question)}
 
 
-def test_the_words_are_those_of_the_documents(maker, texts, out):
-    collect(str(texts), out, maker)
+def test_the_words_are_those_of_the_documents(maker, texts, out, collected):
     assert (found(out, "alpha"), found(out, "beta")) == ({"a.txt"}, {"sub/b.txt"})
     (texts / "a.txt").write_text("gamma")
     (texts / "sub" / "b.txt").unlink()
@@ -340,8 +334,7 @@ def test_a_link_that_leads_nowhere_today_is_not_gone(maker, texts, out, tmp_path
     assert "other/c.txt" in held(out)
 
 
-def test_a_killed_sweep_is_finished(maker, texts, out):
-    collect(str(texts), out, maker)
+def test_a_killed_sweep_is_finished(maker, texts, out, collected):
     store = held(out)["a.txt"]
     (texts / "a.txt").unlink()
     left = store.with_name(store.name + ".gone")

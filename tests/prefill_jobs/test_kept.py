@@ -13,7 +13,7 @@ import pytest
 from offload_decode.cli.eval.run import PrefilledStores
 from offload_decode.common.errors import OffloadDecodeWarning, StoreBusy, StoreExists
 from offload_decode.kv.indexes import indexes_folder
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs import many
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store import staging
@@ -26,11 +26,6 @@ from tests.tiny import text_model, tiny_tokenizer
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "LOOK_S", 0.01)
     monkeypatch.setattr(many, "TRY_S", 0.1)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap(text_model(), tiny_tokenizer(), "tiny")
 
 
 def meanwhile(work: Callable[[], object], others: Callable[[], object]) -> str:
@@ -122,7 +117,8 @@ def test_one_that_publishes_just_now_is_busy_and_not_broken(tmp_path, monkeypatc
         pytest.fail("nothing is held")
 
 
-def test_two_that_ask_the_same_texts_prefill_each_of_them_once(loaded, tmp_path, monkeypatch):
+def test_two_that_ask_the_same_texts_prefill_each_of_them_once(tmp_path):
+    loaded = wrap(text_model(), tiny_tokenizer(), "tiny")
     texts = ["one text and " * 30, "another text and " * 30, "a third text and " * 30]
     done: list[int] = []
 

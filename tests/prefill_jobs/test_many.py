@@ -20,9 +20,10 @@ from offload_decode.common.errors import (
 from offload_decode.prefill_jobs import destinations, many
 from offload_decode.prefill_jobs.buckets import pull
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
-from offload_decode.prefill_jobs.many import Job, Results, jobs_of, prefill_many
+from offload_decode.prefill_jobs.many import Job, jobs_of, prefill_many
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
+from tests.prefill_jobs import killing
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import BUCKET, exists
 
@@ -43,10 +44,7 @@ def corpora(tmp_path: Path) -> list[str]:
 def run(inputs: Path, corpora: list[str], out: str | Path, **more: Any) -> dict[str, Any]:
     """Results by the name of the store."""
     more = {"model": str(inputs / "model"), "settings": SETTINGS, **more}
-    return by_name(prefill_many(jobs_of(corpora, f"{out}/"), **more))
-
-
-def by_name(results: Results) -> dict[str, Any]:
+    results = prefill_many(jobs_of(corpora, f"{out}/"), **more)
     return {job.store.rpartition("/")[2]: result for job, result in results.items()}
 
 
@@ -330,15 +328,8 @@ def test_killed_on_the_way_into_a_bucket(runner, inputs, tmp_path, fifty):
     """Two corpora on their way, killed at steps of the file system and run again."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} corpus " * 12)
-    command = ["prefill", *(str(tmp_path / f"{name}.txt") for name in "ab"), "--model", str(inputs / "model")]
-    command += [
-        "--out",
-        f"file://{tmp_path}/bucket/",
-        "--staging",
-        str(tmp_path / "staging"),
-        "-o",
-        "chunk=64",
-    ]
+    url, more = f"file://{tmp_path}/bucket/", ("--staging", str(tmp_path / "staging"), "-o", "chunk=64")
+    command = killing.prefill(tmp_path / "a.txt", inputs / "model", url, str(tmp_path / "b.txt"), *more)
     whole = runner.run(command)
     assert whole.code == 0, whole
     expected, last = tree(tmp_path / "bucket"), whole.steps - 4  # threads make a few more in one run

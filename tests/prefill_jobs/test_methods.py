@@ -11,6 +11,7 @@ from offload_decode.prefill_jobs.methods.registry import BUILT_IN, create, get
 from offload_decode.testing import MethodContract
 from offload_decode.testing.method_contract import CHUNK, SHAPE, TOKENS, Written, asked, prefilled
 from offload_decode.testing.tiny import tiny_llama
+from tests.tiny import eager
 
 SPARSE = sorted(set(BUILT_IN) - {"dense"})
 
@@ -102,8 +103,7 @@ def test_a_chunk_attends_to_itself_and_to_the_chosen_tokens(method, tmp_path, mo
     store = prefilled(tmp_path / "store", method, {"budget": "30%"})
     assert not mask.tril().equal(torch.ones_like(mask).tril())
 
-    plain = tiny_llama()
-    plain.set_attn_implementation("eager")
+    plain = eager(tiny_llama())
     cache = DynamicCache(config=plain.config)
     with torch.inference_mode():
         added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)

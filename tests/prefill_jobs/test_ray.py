@@ -17,7 +17,7 @@ from offload_decode.common.errors import ConfigError, CorpusError, ModelError, O
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import Maker, PrefillReport, Settings, prefill
-from offload_decode.prefill_jobs.many import Job, Results, Texts, jobs_of
+from offload_decode.prefill_jobs.many import Job, Texts, jobs_of
 from offload_decode.prefill_jobs.on_ray import workers
 from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, prefill_on_ray, prefilled
 from offload_decode.prefill_jobs.on_ray.pool import Pool
@@ -238,16 +238,13 @@ def test_a_local_cluster_that_loses_a_worker(inputs, tmp_path):
     assert killed
     failed = {job.corpus: result for job, result in results.items() if isinstance(result, OffloadDecodeError)}
     assert list(failed) == [str(tmp_path / "empty.txt")]
-    assert sum(result.resumed_from > 0 for result in reports(results)) == 1, "it went on where it was killed"
+    made = [result for result in results.values() if isinstance(result, PrefillReport)]
+    assert sum(result.resumed_from > 0 for result in made) == 1, "it went on where it was killed"
     for corpus in corpora:
         name = Path(corpus).stem
         prefill(corpus, model=str(inputs / "model"), out=tmp_path / name, settings=SETTINGS)
         assert tree(tmp_path / name) == tree(out / f"{name}.kv")
     assert not [title for title in descendants(os.getpid()).values() if "ray" in title]
-
-
-def reports(results: Results) -> list[PrefillReport]:
-    return [result for result in results.values() if isinstance(result, PrefillReport)]
 
 
 def committed(out: Path) -> list[int]:

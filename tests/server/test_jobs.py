@@ -31,9 +31,11 @@ from offload_decode.server.job import JOBS, Job, JobFiles, Upload, Work, run
 from offload_decode.server.jobs import JobProgress, Jobs
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
 from offload_decode.store.reader import KVStore
-from tests.server.test_catalog import make_store, until
+from tests.server.test_catalog import make_store, shelf, until
 from tests.store.jobs import tree
 from tests.tiny import saved_model, tiny_tokenizer
+
+__all__ = ["shelf"]
 
 FACTS = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(6))
 MORE = "Another thing: the sky is blue. " * 4
@@ -48,12 +50,6 @@ def text(name: str, content: str = FACTS) -> Upload:
 def tiny(tmp_path_factory):
     """A checkpoint: for reading only."""
     return saved_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def shelf(tmp_path):
-    (tmp_path / "shelf").mkdir()
-    return tmp_path / "shelf"
 
 
 @pytest.fixture
@@ -73,6 +69,11 @@ def book(shelf, catalog):
 def started(catalog):
     with ExitStack() as stack:
         yield lambda **how: stack.enter_context(closing(Jobs(catalog, device="cpu", **how)))
+
+
+@pytest.fixture
+def running(started):
+    return started()
 
 
 # A process that says `said`, each line when it is its turn: WAIT is for a line on stdin.
@@ -112,18 +113,17 @@ def says(monkeypatch):
 
 @pytest.fixture
 def gate():
-    """Answers that read a store until an event is set, and the context in which none do."""
-    free = threading.Event()
+    """The context in which no answer reads a store, which they do until its event `free` is set."""
 
     @contextmanager
     def released(name: str) -> Iterator[None]:
         released.events.append(f"asked for {name}")
-        assert free.wait(60)
+        assert released.free.wait(60)
         yield
         released.events.append("let go")
 
-    released.events = []
-    return free, released
+    released.free, released.events = threading.Event(), []
+    return released
 
 
 DONE = {"result": {"n_tokens": 7}}
@@ -198,8 +198,7 @@ def test_files_are_read_by_what_they_are(shelf, tiny):
         )
 
 
-def test_a_process_of_its_own_says_why_it_failed(started, shelf):
-    running = started()
+def test_a_process_of_its_own_says_why_it_failed(running, shelf):
     picture = Upload("a.gif", io.BytesIO(b"GIF89a\0\0"))
     (failed,) = over(running, running.prefill("book", None, [text("facts"), picture]))
     assert failed.error == "a.gif cannot be read, because it is an image: leave it out"
@@ -207,8 +206,7 @@ def test_a_process_of_its_own_says_why_it_failed(started, shelf):
 
 
 @pytest.mark.slow
-def test_a_store_is_made_by_a_process_of_its_own(started, catalog, shelf):
-    running = started()
+def test_a_store_is_made_by_a_process_of_its_own(running, catalog, shelf):
     job = running.prefill("book", None, [text("facts")], options=CHUNK)
     assert job.state == "queued"
     (done,) = over(running, job, seconds=600)
@@ -220,9 +218,8 @@ def test_a_store_is_made_by_a_process_of_its_own(started, catalog, shelf):
     assert [path.name for path in running._files.of(job.id).iterdir()] == ["job.json"]
 
 
-def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(started, says):
+def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(running, says):
     says([HALF, WAIT, DONE])
-    running = started()
     made = [running.prefill(name, None, [text("facts")]) for name in ("a", "b", "c")]
     assert [job.id for job in running.jobs()] == [job.id for job in made[::-1]]
     for first, *others in (made, made[1:], made[2:]):
@@ -235,13 +232,12 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(started, says):
         assert over(running, first)[0].result == DONE["result"]
 
 
-def test_progress_tells_the_time_that_is_left(started, says):
+def test_progress_tells_the_time_that_is_left(running, says):
     load, *told = (
         {"stage": stage, "done": done, "total": total}
         for stage, done, total in (("load", 0, 1), ("prefill", 100, 1100), ("prefill", 600, 1100))
     )
     says([load, WAIT, told[0], WAIT, told[1], WAIT])
-    running = started()
     job = running.prefill("book", None, [text("facts")])
     until(lambda: running.progress(job.id) == JobProgress(**load))
     began = time.monotonic()
@@ -255,9 +251,8 @@ def test_progress_tells_the_time_that_is_left(started, says):
     assert 0 < half.seconds_left < time.monotonic() - began
 
 
-def test_a_failure_is_its_sentence_and_can_be_tried_again(started, says, catalog):
+def test_a_failure_is_its_sentence_and_can_be_tried_again(running, says, catalog):
     says([HALF, {"error": "the disk is full."}], [DONE])
-    running = started()
     (failed,) = over(running, running.prefill("book", None, [text("facts")]))
     assert (failed.state, failed.error) == ("failed", "the disk is full.")
     assert failed.ended is not None
@@ -267,18 +262,16 @@ def test_a_failure_is_its_sentence_and_can_be_tried_again(started, says, catalog
     refused(ConfigError, "only a job that failed", running.retry, done.id)
 
 
-def test_a_process_that_is_killed_is_started_again(started, says):
+def test_a_process_that_is_killed_is_started_again(running, says):
     says([HALF, CUT, DIE], [HALF, DONE])
-    running = started()
     assert over(running, running.prefill("book", None, [text("facts")]))[0].state == "done"
     says([DIE])
     (failed,) = over(running, running.prefill("other", None, [text("facts")]))
     assert failed.error == "its process was killed by signal 9, 3 times"
 
 
-def test_a_full_disk_stops_no_later_job(started, says, monkeypatch):
+def test_a_full_disk_stops_no_later_job(running, says, monkeypatch):
     says([DONE])
-    running = started()
     first = running.prefill("first", None, [text("a")])
     over(running, first)
 
@@ -290,9 +283,8 @@ def test_a_full_disk_stops_no_later_job(started, says, monkeypatch):
     assert [job.state for job in over(running, *later)] == ["done", "done"]
 
 
-def test_whatever_a_job_raises_the_next_one_runs(started, says):
+def test_whatever_a_job_raises_the_next_one_runs(running, says):
     says([{"stage": "of another release"}], [DONE])
-    running = started()
     both = [running.prefill(name, None, [text("a")]) for name in ("first", "second")]
     ended = over(running, *both)
     assert [(job.state, job.error) for job in ended] == [
@@ -307,9 +299,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(started, shelf):
     refused(StoreError, why, started().prefill, "book", None, [text("a")])
 
 
-def test_a_job_that_is_cancelled_ends(started, says, shelf):
+def test_a_job_that_is_cancelled_ends(running, says, shelf):
     says([HALF, WAIT])
-    running = started()
     first, second = (running.prefill(name, None, [text("facts")]) for name in ("a", "b"))
     until(lambda: running.progress(first.id) is not None)
     for name in "ab":
@@ -328,24 +319,22 @@ def test_a_job_that_is_cancelled_ends(started, says, shelf):
 
 def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, says, gate, book):
     says([HALF, {"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
-    free, released = gate
-    running = started(released=released)
+    running = started(released=gate)
     job = running.append("book", [text("more", MORE)])
-    until(lambda: released.events == ["asked for book"])
+    until(lambda: gate.events == ["asked for book"])
     assert state(running, job) == "running"
-    free.set()
+    gate.free.set()
     assert over(running, job)[0].state == "done"
-    until(lambda: released.events == ["asked for book", "let go"])
+    until(lambda: gate.events == ["asked for book", "let go"])
 
 
 def test_an_append_that_waits_can_be_cancelled(started, says, gate, book):
     says([{"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
-    free, released = gate
-    running = started(released=released)
+    running = started(released=gate)
     job = running.append("book", [text("more", MORE)])
     until(lambda: running.progress(job.id) is not None)
     running.cancel(job.id)
-    free.set()
+    gate.free.set()
     says([DONE])
     assert over(running, running.append("book", [text("more", MORE)]))[0].state == "done"
     assert state(running, job) == "cancelled"
@@ -354,36 +343,32 @@ def test_an_append_that_waits_can_be_cancelled(started, says, gate, book):
 @pytest.mark.parametrize(
     "name", ["", "../x", "a/b", "/etc", ".hidden", "a\nb", "a\0b", "é", "x" * 101, "-x", "a b", "..", "."]
 )
-def test_hostile_names_are_refused(started, shelf, name):
+def test_hostile_names_are_refused(running, shelf, name):
     with pytest.raises(WrongField) as refused:
-        started().prefill(name, None, [text("facts")])
+        running.prefill(name, None, [text("facts")])
     assert refused.value.param == "name"
     assert list(shelf.iterdir()) == []
 
 
-def test_names_that_are_taken_are_refused(started, says, shelf, catalog):
-    make_store(shelf / "book.kv")
+def test_names_that_are_taken_are_refused(running, says, shelf, catalog, book):
     (shelf / "junk.kv").mkdir()
     catalog.refresh()
     says([HALF, WAIT])
-    running = started()
     for name in ("book", "book.kv", "junk", "tiny"):
         refused(StoreExists, "exists already", running.prefill, name, "tiny", [text("facts")])
     job = running.prefill("new", "tiny", [text("facts")])
     refused(StoreExists, job.id, running.prefill, "new.kv", "tiny", [text("facts")])
 
 
-def test_a_new_job_takes_the_place_of_one_that_failed(started, says):
+def test_a_new_job_takes_the_place_of_one_that_failed(running, says):
     says([{"error": "it holds no text"}], [DONE])
-    running = started()
     (failed,) = over(running, running.prefill("book", None, [text("facts")]))
     (done,) = over(running, running.prefill("book", None, [text("facts")]))
     assert done.state == "done"
     assert state(running, failed) == "cancelled"
 
 
-def test_what_no_store_can_be_made_of_is_refused_at_once(started, shelf, catalog):
-    running = started()
+def test_what_no_store_can_be_made_of_is_refused_at_once(running, shelf, catalog):
     for names in ([], [""], ["a\nb"], ["x" * 501], ["a", "a"], map(str, range(10_001))):
         refused(WrongField, "document", running.prefill, "book", None, [*map(text, names)])
     for model in ("https://host/model", str(shelf)):
@@ -426,10 +411,8 @@ def test_a_server_without_a_folder_makes_no_stores(shelf):
         refused(ConfigError, "by itself", running.delete, "book")
 
 
-def test_a_server_that_is_for_reading_changes_nothing(started, shelf, catalog):
-    make_store(shelf / "book.kv")
+def test_a_server_that_is_for_reading_changes_nothing(started, shelf, book):
     (shelf / ".jobs").mkdir()
-    catalog.refresh()
     running = started(read_only=True)
     for change in ((running.prefill, "new", None), (running.append, "book")):
         refused(ReadOnly, "--read-only", *change, [text("facts")])
@@ -479,19 +462,17 @@ def test_a_record_is_read_as_it_was_written(shelf):
     files.close()
 
 
-def test_a_store_is_deleted_when_no_answer_reads_it(started, shelf, catalog, gate):
-    make_store(shelf / "book.kv")
+def test_a_store_is_deleted_when_no_answer_reads_it(started, shelf, catalog, gate, book):
     make_store(shelf / "other.kv", seed=1)
     build_indexes(shelf / "book.kv", "flat")
     catalog.refresh()
-    free, released = gate
-    running = started(released=released)
+    running = started(released=gate)
     with ThreadPoolExecutor(4) as pool:
         deleting = [pool.submit(running.delete, "book") for _ in range(4)]
         until(lambda: "book" not in [entry.name for entry in catalog.entries()])
         assert (shelf / "book.kv").exists()
         until(lambda: sum(one.done() for one in deleting) == 3)
-        free.set()
+        gate.free.set()
     errors = [type(error) for one in deleting if (error := one.exception()) is not None]
     assert len(errors) == 3
     assert {*errors} <= {NoSuchName, StoreBusy}
@@ -501,9 +482,8 @@ def test_a_store_is_deleted_when_no_answer_reads_it(started, shelf, catalog, gat
     assert catalog.entry("book").tokens == 40
 
 
-def test_a_store_that_a_job_is_at_work_on_is_not_deleted(started, says, book):
+def test_a_store_that_a_job_is_at_work_on_is_not_deleted(running, says, book):
     says([HALF, WAIT])
-    running = started()
     running.append("book", [text("more")])
     refused(StoreBusy, "at work on 'book'", running.delete, "book")
 

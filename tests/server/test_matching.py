@@ -1,6 +1,7 @@
 """A client's text that is stored is found, whatever stands at its seams, and nothing else ever is."""
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,21 +41,15 @@ class Stored(NamedTuple):
 
 @pytest.fixture(scope="module")
 def stocked(tmp_path_factory):
-    made = {}
-
+    @cache
     def of(kind, template, names):
-        key = (kind, template, *names)
-        if key not in made:
-            tokenizer = tokenizer_of(kind, "added", template)
-            loaded = wrap(tiny_model(vocab_size=len(tokenizer)), tokenizer)
-            folder, stores = tmp_path_factory.mktemp("stores"), [Stored("bare", None, "")]
-            for name in names:
-                documents = TEXTS[name]
-                prefill_texts(loaded, documents, folder / name)
-                digest = KVStore.open(folder / name).store_digest
-                stores.append(Stored(name, folder / name, digest))
-            made[key] = loaded, stores
-        return made[key]
+        tokenizer = tokenizer_of(kind, "added", template)
+        loaded = wrap(tiny_model(vocab_size=len(tokenizer)), tokenizer)
+        folder, stores = tmp_path_factory.mktemp("stores"), [Stored("bare", None, "")]
+        for name in names:
+            prefill_texts(loaded, TEXTS[name], folder / name)
+            stores.append(Stored(name, folder / name, KVStore.open(folder / name).store_digest))
+        return loaded, stores
 
     return of
 

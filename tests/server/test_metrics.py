@@ -159,19 +159,14 @@ def test_the_line_of_a_request_says_how_it_went():
     assert line["first_token_s"] >= 0
 
 
-@pytest.fixture
-def log():
+def log(style: str) -> io.StringIO:
     """Configures the log in a style, and gives where it goes."""
-
-    def configured(style: str) -> io.StringIO:
-        out = io.StringIO()
-        configure(style, out)
-        return out
-
-    return configured
+    out = io.StringIO()
+    configure(style, out)
+    return out
 
 
-def test_records_within_a_request_name_it_and_others_do_not(log):
+def test_records_within_a_request_name_it_and_others_do_not():
     out = log("json")
     with logged_request(request_id="r1", route="/v1/models"):
         LOG.warning("something")
@@ -186,7 +181,7 @@ def test_records_within_a_request_name_it_and_others_do_not(log):
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
-def test_a_value_never_becomes_a_line(log, style):
+def test_a_value_never_becomes_a_line(style):
     out = log(style)
     with logged_request(model="book\n2026 error all is lost\x1b[2J\u2028"):
         LOG.info("a message\nwith a break")
@@ -194,14 +189,14 @@ def test_a_value_never_becomes_a_line(log, style):
     assert "\x1b" not in out.getvalue()
 
 
-def test_text_lines_can_be_read_by_people(log):
+def test_text_lines_can_be_read_by_people():
     out = log("text")
     with logged_request(request_id="r1", model="my book"):
         pass
     assert ' info request request_id=r1 model="my book" seconds=' in out.getvalue()
 
 
-def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn(log):
+def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn():
     out = log("json")
     logging.getLogger("uvicorn.error").info("Started")
     logging.getLogger("httpx").info("chatter")
@@ -209,7 +204,7 @@ def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn(log)
     assert [json.loads(text)["message"] for text in out.getvalue().splitlines()] == ["Started", "odd"]
 
 
-def test_an_exception_stays_in_its_line(log):
+def test_an_exception_stays_in_its_line():
     out = log("json")
     LOG.error("failed", exc_info=ValueError("wrong"))
     assert "ValueError: wrong" in json.loads(out.getvalue())["exception"]

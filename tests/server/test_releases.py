@@ -10,21 +10,9 @@ from offload_decode.server.requests import Loading
 from tests.server.test_catalog import until
 
 
-class Answers:
-    """Names that are being answered from, and what was closed."""
-
-    def __init__(self) -> None:
-        self.running: set[str] = set()
-        self.closed: list[str] = []
-
-    def releases(self) -> Releases:
-        return Releases(self.running.__contains__, self.closed.append)
-
-
 def test_a_store_is_released_when_nothing_uses_it():
-    answers = Answers()
-    answers.running = {"book", "other"}
-    own = answers.releases()
+    answered, closed = {"book", "other"}, []
+    own = Releases(answered.__contains__, closed.append)
     inside, leave = threading.Event(), threading.Event()
 
     def release() -> None:
@@ -35,11 +23,11 @@ def test_a_store_is_released_when_nothing_uses_it():
     with own.asking("book"):
         thread = threading.Thread(target=release)
         thread.start()
-        answers.running.discard("book")
+        answered.discard("book")
         time.sleep(0.1)
         assert not inside.is_set()
     assert inside.wait(60)
-    assert answers.closed == ["book"]
+    assert closed == ["book"]
     with pytest.raises(Loading), own.asking("book"):
         pass
     with own.asking("other"):
@@ -51,7 +39,7 @@ def test_a_store_is_released_when_nothing_uses_it():
 
 
 def test_nothing_is_kept_of_names_that_were_asked_for():
-    own = Answers().releases()
+    own = Releases(set().__contains__, [].append)
     for number in range(9):
         with own.asking(f"name {number}"):
             assert len(own._beginning) == 1
@@ -60,10 +48,8 @@ def test_nothing_is_kept_of_names_that_were_asked_for():
 
 def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch):
     monkeypatch.setattr(loaded_models, "PATIENCE_S", 0.2)
-    answers = Answers()
-    answers.running = {"book"}
-    own = answers.releases()
-    done = threading.Event()
+    answered, done = {"book"}, threading.Event()
+    own = Releases(answered.__contains__, [].append)
 
     def release() -> None:
         with own.released("book"):
@@ -83,14 +69,14 @@ def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch):
 
     until(refused)
     assert not done.is_set()
-    answers.running.clear()
+    answered.clear()
     thread.join()
     assert done.is_set()
     assert not refused()
 
 
 def test_a_store_is_released_to_one_at_a_time():
-    own = Answers().releases()
+    own = Releases(set().__contains__, [].append)
     inside: list[int] = []
     most: list[int] = []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved_model, tiny_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate")
@@ -66,16 +66,9 @@ def written(lm, requests=GREEDY):
     return ask(lm, "generate_until", requests)
 
 
-def saved(path, family):
-    """A folder with a model."""
-    text_model(family=family).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("llama"), "llama")
+    return saved_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,7 @@ def test_log_likelihoods_and_greedy_flags_are_those_of_the_plain_model(ours, the
 
 
 def test_windows_are_stored_with_the_rest(tmp_path):
-    folder = saved(tmp_path, "gemma2")
+    folder = saved_model(tmp_path, "gemma2")
     plain = HFLM(AutoModelForCausalLM.from_pretrained(folder), tokenizer=tiny_tokenizer())
     stored = OffloadDecodeLM(str(folder), **SMALL, **ALL)
     wanted = scored(plain)

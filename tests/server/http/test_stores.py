@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,29 +29,22 @@ WRONG_NAMES = ("../x", "a/b", "a\nb", "x" * 101, "x" * 10_000, 7)
 
 @pytest.fixture
 def shelf(tmp_path):
-    (tmp_path / "shelf").mkdir()
-    make_store(tmp_path / "shelf" / "book.kv")
-    return tmp_path / "shelf"
+    return make_store(tmp_path / "shelf" / "book.kv").parent
 
 
 @pytest.fixture
 def opened(shelf):
     """Starts an app over the shelf; what it is given goes into its settings."""
-    running: list[tuple[Catalog, Jobs]] = []
+    with ExitStack() as stack:
 
-    def start(**settings: Any) -> TestClient:
-        catalog = Catalog([shelf])
-        jobs = Jobs(catalog, device="cpu", read_only=settings.get("read_only", False))
-        running.append((catalog, jobs))
-        service = SimpleNamespace(
-            catalog=catalog, jobs=jobs, settings=Settings(**settings), metrics=Metrics(), close=lambda: None
-        )
-        return TestClient(create_app(service), raise_server_exceptions=False)
+        def start(**given: Any) -> TestClient:
+            settings, catalog = Settings(**given), stack.enter_context(closing(Catalog([shelf])))
+            jobs = stack.enter_context(closing(Jobs(catalog, device="cpu", read_only=settings.read_only)))
+            own = {"catalog": catalog, "jobs": jobs, "settings": settings, "metrics": Metrics()}
+            app = create_app(SimpleNamespace(**own, close=lambda: None))
+            return TestClient(app, raise_server_exceptions=False)
 
-    yield start
-    for catalog, jobs in running:
-        jobs.close()
-        catalog.close()
+        yield start
 
 
 @pytest.fixture
