@@ -128,7 +128,7 @@ def quest_way(layer: Layer) -> Maker:
     def tokens(rows: Float32, budget: int) -> list[Ids]:
         selection = select(rows, budget)
         listed = page_tokens(selection.pages, selection.page_size, layer.length, selection.limit)
-        return list(listed.repeat_interleave(memory.group, dim=1).numpy())
+        return list(listed.numpy())
 
     def at(k: int) -> Way:
         sample = Sample.of(layer, k)

@@ -68,6 +68,7 @@ def test_a_crash_of_the_new_process_is_an_error(store, monkeypatch):
         job.ask_in_new_process(store, ["?"], WAYS)
 
 
+@pytest.mark.slow  # `.ci/dist` runs the demo, from the wheel
 def test_the_story_of_a_model_that_finds_nothing(home, tmp_path):
     ran = run("demo", "--model", home / "model", "--tokens", "600", "--out", tmp_path / "demo", "-q")
     assert (ran.code, ran.err) == (1, "")

@@ -17,7 +17,7 @@ TARGETS = [
     "requests.bodies",
     "collected.files",
 ]
-FEW, MANY = 40, 10_000
+FEW, MANY = 20, 10_000
 
 
 def fuzzed(target: str, cases: int, cache: pytest.Cache, timeout: float) -> dict[str, int]:

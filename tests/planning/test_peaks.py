@@ -86,6 +86,7 @@ def found(tmp_path_factory):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["prefill", "topk flat", "topk clusters", "quest"])
 def test_a_predicted_peak_is_the_measured_one(found, job):
     # What grows is small beside the program itself, and allocators keep what they were given: the whole is

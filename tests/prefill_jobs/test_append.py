@@ -54,11 +54,17 @@ def begun(tmp_path) -> tuple[LoadedModel, Path]:
     return model, store
 
 
-FAMILIES = ["llama", "gemma2", "gpt-oss", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3", "llama4"]
+FAMILIES = ["llama", "gemma2", "qwen3_next", "deepseek_v3", "gpt-oss", "lfm2", "falcon_h1", "llama4"]
 
 
 @pytest.mark.parametrize(
-    ("family", "template"), [*((family, None) for family in FAMILIES), ("llama", CHAT), ("gemma2", CHAT)]
+    ("family", "template"),
+    [
+        *((family, None) for family in FAMILIES[:4]),
+        *(pytest.param(family, None, marks=pytest.mark.slow) for family in FAMILIES[4:]),
+        ("llama", CHAT),
+        pytest.param("gemma2", CHAT, marks=pytest.mark.slow),
+    ],
 )
 def test_two_appends_are_one_prefill(tmp_path, family, template):
     """Windows, chunks of attention, recurrent states and latents included."""

@@ -87,7 +87,9 @@ def test_wherever_they_are_killed(appends: Appends, tmp_path: Path, seed: int) -
         assert tree(tmp_path) == appends.trees[number + 1]
 
 
-@pytest.mark.parametrize("from_the_end", [1, 3, 9, 16, 24, 30])
+@pytest.mark.parametrize(
+    "from_the_end", [1, 9, 24, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 16, 30))]
+)
 def test_killed_while_it_is_published(appends: Appends, tmp_path: Path, from_the_end: int) -> None:
     appends.start(tmp_path)
     command, kill_at = appends.command(tmp_path, 0), appends.steps[0] - from_the_end

@@ -119,7 +119,7 @@ def test_indexes_that_are_built_later_follow(s3, url, stores, tmp_path):
 def test_push_cut_off_at_any_request_resumes(s3, stores, tmp_path):
     buckets.push(stores / "a.kv", f"s3://{BUCKET}{tmp_path}/whole")
     requests = len(s3.requests)
-    for cut in range(1, requests, requests // 6):
+    for cut in range(1, requests, requests // 4):
         url = f"s3://{BUCKET}{tmp_path}/cut-{cut}"
         s3.requests.clear()
         s3.refuse_after = cut
@@ -150,7 +150,7 @@ def test_pull_cut_off_at_any_request_resumes(s3, url, stores, tmp_path):
     s3.requests.clear()
     buckets.pull(url, tmp_path / "whole.kv")
     requests = len(s3.requests)
-    for cut in range(1, requests, requests // 6):
+    for cut in range(1, requests, requests // 4):
         store = tmp_path / f"cut-{cut}.kv"
         s3.requests.clear()
         s3.refuse_after = cut

@@ -38,7 +38,7 @@ def begun(runner: Runner, inputs: Path, folder: Path, way: str, *kinds: str) -> 
 def test_killed_at_steps_of_the_file_system(runner, inputs, tmp_path):
     job = begun(runner, inputs, tmp_path, "large", "clusters")
     last = range(job.steps - 30, job.steps - 1)  # the indexes, and before them the end of the publishing
-    spread = range(1, job.steps - 30, job.steps // 4)
+    spread = range(1, job.steps - 30, job.steps // 3)
     assert not kill_at_steps(job, [*spread, *random.Random(2).sample(last, 2)])
 
 

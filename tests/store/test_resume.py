@@ -99,9 +99,9 @@ def resumed_from_kills(job: Job, folder: Path, steps: Callable[[int], Iterable[i
         shutil.rmtree(path)
 
 
-# Each fourth is killed before, in the middle and after by turns; arrays that are begun and chunks that are
+# Each eighth is killed before, in the middle and after by turns; arrays that are begun and chunks that are
 # committed one after another leave the same again. What is left of a store that is published is its own.
-@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_resume_from_any_kill_point_is_bit_identical(job: Job, tmp_path: Path, each: int) -> None:
     def steps(last: int) -> Iterable[int]:
         assert last > 100
