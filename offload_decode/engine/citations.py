@@ -135,7 +135,7 @@ def cite(
     for one in store.documents:
         begin, end = np.searchsorted(tokens, [one.start, one.end]).tolist()
         if (share := float(mass[begin:end].sum())) >= LEAST:
-            cited.append((share, one, slice(begin, end)))
+            cited.append((share, replace(one, start=max(one.start, opening)), slice(begin, end)))
     cited.sort(key=lambda found: -found[0])
     top = cited[:most_documents]
     spans = [_passages(one, tokens[own], mass[own], store, tokenizer, most_spans) for _, one, own in top]

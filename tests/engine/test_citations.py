@@ -183,6 +183,9 @@ def test_the_opening_of_a_store_is_cited_of_no_document(folder):
     assert cite(watch, engine.store, engine.tokenizer) == ()
     watch.mass[4] = 1
     assert cite(watch, engine.store, engine.tokenizer)[0].share == 1
+    watch.mass[12] = 1
+    (span,) = cite(watch, engine.store, engine.tokenizer, opening=11)[0].spans
+    assert span.start == 11, "no passage reaches into it"
 
 
 def test_what_a_question_without_content_attends_to_is_taken_off(folder):
