@@ -24,7 +24,7 @@ demo: .venv/ready
 		'   export PATH="$(CURDIR)/$(BIN):$$PATH"       in this shell' \
 		'   $(TOOL)   from everywhere, in an environment of its own'
 
-# Two files of tests at a time, each on one core. What Python compiles is kept, whatever the user's settings:
+# Three files of tests at a time, on two cores: they wait for processes and disks. What Python compiles is kept, whatever the user's settings:
 # tests start many processes.
 test: .venv/ready-dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile

@@ -189,9 +189,7 @@ class ClusteredIndex(ApproximateIndex):
         """Of an extended index, the summaries of the earlier keys are taken over."""
         if len(values) != len(self):
             raise InvalidIndexInput(f"{len(self):,} keys need as many values, not {len(values):,}.")
-        if not len(self):
-            return
-        if self.summarized:
+        if not len(self) or self.summarized:
             return
         earlier = self._native.summaries
         known = 0 if earlier is None else len(earlier.cells)
@@ -230,10 +228,8 @@ class ClusteredIndex(ApproximateIndex):
         fit and ids that are out of range, IndexDamaged for means of other values.
         """
         check_heads(heads, queries)
-        rows, known = (
-            queries.shape[1],
-            np.empty((*ids.shape[:2], 0), np.float32) if scores is None else scores,
-        )
+        rows = queries.shape[1]
+        known = np.empty((*ids.shape[:2], 0), np.float32) if scores is None else scores
         check_queries(queries.reshape(-1, queries.shape[2]), heads[0].dim)
         fits = known.shape[:2] == ids.shape[:2] == queries.shape[:2] and known.shape[2] in (0, ids.shape[2])
         if not (fits and all(head.summarized and head.dim == heads[0].dim for head in heads)):
@@ -301,9 +297,8 @@ class ClusteredIndex(ApproximateIndex):
             }
 
         _, parts = files.read(file, 7, layout)
-        cells, summaries = Cells(*list(parts.values())[:7]), None
-        if len(parts) > len(cells):
-            summaries = Summaries(*list(parts.values())[7:])
+        cells = Cells(**{name: parts.pop(name) for name in Cells._fields})
+        summaries = Summaries(*parts.values()) if parts else None
 
         def checked() -> bool:
             return check(cells, len(self)) and (summaries is None or check_summaries(summaries, cells))

@@ -142,7 +142,7 @@ def cite(
     return tuple(CitedDocument(one.name, share, own) for (share, one, _), own in zip(top, spans, strict=True))
 
 
-def opening_of(store: KVStore, begun: Sequence[int]) -> int:
+def template_length(store: KVStore, begun: Sequence[int]) -> int:
     """How many first tokens of a store are the prompt's own, which begins as `begun`: a chat template."""
     there = store.tokens[: len(begun)]
     same = there == np.array(begun[: len(there)])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.citations import PLAIN_QUESTION, PLAIN_TOKENS, Watch, cite, opening_of
+from offload_decode.engine.citations import PLAIN_QUESTION, PLAIN_TOKENS, Watch, cite, template_length
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
@@ -190,7 +190,7 @@ class Conversation:
                 for _ in other.generate(other.ask(PLAIN_QUESTION), PLAIN_TOKENS):
                     pass
             known[kind] = plain
-        opening = opening_of(self.store, next(self.prompt.corpus(self.tokenizer, [""])))
+        opening = template_length(self.store, next(self.prompt.corpus(self.tokenizer, [""])))
         return cite(watch, self.store, self.tokenizer, opening=opening, plain=known[kind])
 
     def pieces(self, generated: Iterable[int]) -> Iterator[str]:

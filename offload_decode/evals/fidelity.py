@@ -44,14 +44,12 @@ class Agreement:
 
 def forced(engine: Engine, run: recorded.DenseRun, progress: Callable[[], None]) -> Tensor:
     """Logits `[n, V]` of an engine that is given a dense run's tokens, whatever it would say."""
-    logits, step = [engine.ask(run.question)[None]], recorded.forced_at_once(engine)
+    logits = [engine.ask(run.question)[None]]
     progress()
-    given = list(run.tokens[:-1])
-    with engine.step():
-        for start in range(0, len(given), step):
-            logits.append(engine.run(given[start : start + step], every=True))
-            for _ in range(len(logits[-1])):
-                progress()
+    for more in recorded.forced_passes(engine, run.tokens[:-1]):
+        logits.append(more)
+        for _ in more:
+            progress()
     return torch.cat(logits)
 
 

@@ -22,7 +22,7 @@ from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.recorded_queries import AttentionDemand, forced_at_once
+from offload_decode.evals.recorded_queries import AttentionDemand, forced_passes
 from offload_decode.evals.runs import Count, Number, Record, Results, Text, Unit, grouped
 from offload_decode.evals.stats import Estimate, block_mean
 from offload_decode.models.loading import LoadedModel
@@ -71,15 +71,11 @@ def behind_window(loaded: LoadedModel, window: Tokens, tokens: Tokens) -> Forced
 
 def _run(conversation: Conversation, tokens: Tokens, ran: Callable[[], None] = lambda: None) -> Forced:
     """Run the tokens; `ran` is called after each pass."""
-    step = forced_at_once(conversation)
-    parts = []
-    with conversation.step():
-        for start in range(0, len(tokens) - 1, step):
-            run = tokens[start : min(start + step, len(tokens) - 1)].tolist()
-            logits = conversation.run(run, every=True)
-            expected = torch.from_numpy(tokens[start + 1 : start + 1 + len(run)]).long().to(logits.device)
-            parts.append(torch.nn.functional.cross_entropy(logits.double(), expected, reduction="none"))
-            ran()
+    parts, expected = [], torch.from_numpy(tokens[1:]).long()
+    for logits in forced_passes(conversation, tokens[:-1].tolist()):
+        own, expected = expected[: len(logits)].to(logits.device), expected[len(logits) :]
+        parts.append(torch.nn.functional.cross_entropy(logits.double(), own, reduction="none"))
+        ran()
     stats = conversation.prefix.take_stats()
     return Forced(torch.cat(parts).cpu().numpy(), stats.selected / max(1, stats.rows))
 

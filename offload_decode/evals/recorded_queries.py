@@ -73,12 +73,17 @@ class Watched(Budgeted):
 FORCED = 256  # tokens whose logits are in memory at once
 
 
-def forced_at_once(conversation: Conversation) -> int:
-    """Of tokens that are given, how many a pass may run: one where tokens of a pass choose together, or are
-    remembered, as when they are generated: an earlier one must not choose by a later one.
+def forced_passes(conversation: Conversation, tokens: Sequence[int]) -> Iterator[Tensor]:
+    """Runs tokens that are given: after each pass its logits `[t, V]`, one a token.
+
+    Where tokens of a pass choose together, or are remembered, each is run alone, as it is when it is
+    generated: an earlier one must not choose by a later one.
     """
     chosen = conversation.prefix.chosen
-    return 1 if chosen.one_question or chosen.selector.remembers else FORCED
+    step = 1 if chosen.one_question or chosen.selector.remembers else FORCED
+    with conversation.step():
+        for start in range(0, len(tokens), step):
+            yield conversation.run(list(tokens[start : start + step]), every=True)
 
 
 def run_dense(

@@ -72,9 +72,7 @@ class Quest(Selector):
 
     def choose(self, layer: int, queries: Queries, k: int) -> PageSelection | Selection:
         """The best pages of each list, with room for `k` tokens."""
-        return self.best_pages(
-            self.bounds(layer), self.host.length, self.lists(queries), k, self.options.edges
-        )
+        return self.stored_pages(layer, self.lists(queries), k)
 
     def select_generated(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
@@ -94,6 +92,10 @@ class Quest(Selector):
     def lists(self, queries: Queries) -> Tensor:
         """The rows `[Hkv, Q, G, D]` of each list of pages."""
         return queries.vectors.unsqueeze(2) if self.per_head else queries.by_list()
+
+    def stored_pages(self, layer: int, query: Tensor, tokens: int) -> PageSelection:
+        """`best_pages` of the store."""
+        return self.best_pages(self.bounds(layer), self.host.length, query, tokens, self.options.edges)
 
     def best_pages(
         self, bounds: PageBounds, n_tokens: int, query: Tensor, tokens: int, edges: bool = False
@@ -186,8 +188,7 @@ class QuestTopK(Quest):
 
     def _best_tokens(self, layer: int, query: Tensor, tokens: int, k: int) -> tuple[Tensor, Tensor]:
         """Ids and scores `[Hkv, Q, G, k]` for `query [Hkv, Q, G, D]`."""
-        edges = self.options.edges
-        chosen = self.best_pages(self.bounds(layer), self.host.length, query, tokens, edges)
+        chosen = self.stored_pages(layer, query, tokens)
         ids, scores = page_token_scores(query, self.host.layer_keys(layer), chosen)
         place = pages_host.top_pages(scores.flatten(1, 2), k).reshape(*scores.shape[:3], -1)
         return ids.expand(scores.shape).gather(3, place), scores.gather(3, place)

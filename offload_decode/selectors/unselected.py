@@ -226,9 +226,9 @@ class SampleEstimate(Tail):
 
 
 class _Clusters(NamedTuple):
-    """The groups of a head's summaries: `means [C, D]`, `sizes [C]`, the cluster
-    of each key, `labels [N]`, the keys in the order of their clusters, `members [N]`, and the place of each
-    key among these, `places [N]`.
+    """The groups of a head's summaries: `means [C, D]`, `sizes [C]`, the cluster of each key, `labels [N]`,
+    the keys in the order of their clusters, `members [N]`, and the place of each key among these,
+    `places [N]`.
     """
 
     means: Tensor

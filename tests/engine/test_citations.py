@@ -9,7 +9,7 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError, StoreDamaged
-from offload_decode.engine.citations import OPENING, PLAIN_QUESTION, REACH, Watch, cite, opening_of
+from offload_decode.engine.citations import OPENING, PLAIN_QUESTION, REACH, Watch, cite, template_length
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
@@ -176,7 +176,7 @@ def test_passages_do_not_overlap_and_are_counted_once(folder):
     assert (only.name, len(only.spans)) == ("a.txt", 1)
 
 
-def test_the_opening_of_a_store_is_cited_of_no_document(folder):
+def test_the_template_length_a_store_is_cited_of_no_document(folder):
     engine = Engine.open(folder / "store")
     watch = Watch(engine.prefix.host)
     watch.mass[:4] = 5
@@ -212,9 +212,9 @@ def test_it_is_asked_once_for_all_that_choose_alike(folder, monkeypatch):
 def test_a_chat_template_is_no_document(folder):
     store = KVStore.open(folder / "store")
     tokens = store.tokens[:30].tolist()
-    assert opening_of(store, [*tokens[:20], -1]) == 20
-    assert opening_of(store, tokens) == 30
-    assert opening_of(store, []) == opening_of(store, [-1]) == OPENING
+    assert template_length(store, [*tokens[:20], -1]) == 20
+    assert template_length(store, tokens) == 30
+    assert template_length(store, []) == template_length(store, [-1]) == OPENING
 
 
 @pytest.mark.gpu
