@@ -40,6 +40,21 @@ def tiny_tokenizer() -> Any:
     )
 
 
+def let_models_write(monkeypatch: Any, text: str) -> None:
+    """Every answer is this text, in the tokens of `tiny_tokenizer`, whatever is asked."""
+    import torch
+
+    from offload_decode.models.loading import Processors
+
+    tokens = tiny_tokenizer().encode(text, add_special_tokens=False)
+
+    def forced(self: Processors, logits: Any) -> Any:
+        turns = self.__dict__.setdefault("turns", iter(tokens))
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor(next(turns)), 0.0)
+
+    monkeypatch.setattr(Processors, "__call__", forced)
+
+
 def text_model(seed: int = 0, family: str = "llama", **changes: Any) -> Any:
     """A tiny model whose vocabulary is that of `tiny_tokenizer`."""
     return tiny_model(family, seed, vocab_size=259, **changes)

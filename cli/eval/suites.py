@@ -30,7 +30,7 @@ def ruler(
         option(
             "FILE",
             "Questions and documents for qa_1 (in SQuAD's format) or qa_2 (in HotpotQA's); repeatable.  "
-            "[default: questions of our own about Python's documentation topics]",
+            "[default: questions about made-up articles]",
         ),
     ] = None,
     limit: Limit = 20,

@@ -204,6 +204,7 @@ def answer_batch(
 
     model, tokenizer = engine.loaded.model, engine.loaded.tokenizer
     processors = [Processors(model, tokenizer, engine.tokens + one, ends, max_new_tokens) for one in asked]
+    answers = [engine.answer_end() for _ in asked]
     tokens: list[list[int]] = [[] for _ in asked]
     running = list(range(len(asked)))
     stats = StepStats()
@@ -218,8 +219,9 @@ def answer_batch(
         chosen, kept = sampled.tolist(), []
         for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
             if token not in ends:
-                tokens[row].append(token)
-                if not processors[row].append(token) and len(tokens[row]) < most[row]:
+                tokens[row] += answers[row].push(token)
+                ended = answers[row].reached or processors[row].append(token)
+                if not ended and step + 1 < most[row]:
                     kept.append(place)
         running = [running[place] for place in kept]
         if not running:
@@ -234,6 +236,7 @@ def answer_batch(
             mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
     cited = [engine.cited(watch) for watch in watches] if cites else [None for _ in asked]
+    tokens = [own + answer.rest() for own, answer in zip(tokens, answers, strict=True)]
     return [
         Answer(engine.decode(own).strip(), tuple(own), stats, "length" if len(own) == end else "stop", seen)
         for own, end, seen in zip(tokens, most, cited, strict=True)

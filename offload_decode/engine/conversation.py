@@ -1,5 +1,5 @@
 """A conversation behind a stored prefix: tokens are run, generated, taken back, and branched from; how the
-next one is picked, and what text they are.
+next one is picked.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import PLAIN_QUESTION, PLAIN_TOKENS, Watch, cite, template_length
 from offload_decode.engine.step import StoredPrefix
+from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
@@ -143,29 +144,40 @@ class Conversation:
             return self.run(self.to_run(self.question_tokens(question, begun)))
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
-        """Token ids from `logits [V]` on, until an end token (which is not yielded), `max_new_tokens`, or the
-        last position that the store serves.
+        """Token ids from `logits [V]` on, until an end token or, without a chat template, the next question
+        (neither is yielded), `max_new_tokens`, or the last position that the store serves.
         """
         max_new_tokens = self.most_new(max_new_tokens)
         sampler, ends, so_far = sampler or Sampler(), self.end_tokens, self.tokens + self.pending
         processors = Processors(self.loaded.model, self.loaded.tokenizer, so_far, ends, max_new_tokens)
+        answer = self.answer_end()
         for step in range(max_new_tokens):
             token = int(sampler(processors(logits)[None]))
             if token in ends:
-                return
+                break
             self.pending = [token]
             so_far.append(token)
-            yield token
+            yield from answer.push(token)
             if self.tokens + self.pending != so_far:
                 raise ConfigError(
                     "this engine went on with something else before its answer ended: give answers that "
                     "are written at the same time a fork each (Engine.fork)"
                 )
-            if processors.append(token):
-                return
+            if answer.reached or processors.append(token):
+                break
             if step + 1 < max_new_tokens:
                 with self.step():
                     logits = self.run(self.pending)
+        if answer.reached:
+            self._take_back(answer.dropped)
+        yield from answer.rest()
+
+    def _take_back(self, last: int) -> None:
+        """Take the last tokens back, unless a selector or a recurrent layer remembers them."""
+        length = self.length + len(self.pending) - last
+        tail = length - self.prefix.length
+        if not self.selector.remembers and self.cache.kept(tail) == tail:
+            self.crop(length)
 
     @contextmanager
     def watched(self) -> Iterator[Watch]:
@@ -219,6 +231,11 @@ class Conversation:
     @property
     def prompt(self) -> Prompt:
         return self.loaded.prompt
+
+    def answer_end(self) -> AnswerEnd:
+        """What ends an answer beside `end_tokens`; of ids without a tokenizer, nothing."""
+        tokenizer = self.loaded.tokenizer
+        return AnswerEnd(tokenizer, "" if tokenizer is None else self.prompt.next_turn)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -334,46 +351,34 @@ def _nucleus(weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return torch.where(before < share, best, 0.0), places
 
 
-# So many tokens whose text is not whole yet are no character any more.
-_LONG = 64
+class AnswerEnd:
+    """Tokens of an answer, up to where the model writes the prompt's next `turn` itself, as base models do.
 
+    Tokens that may begin the turn are held back, and `dropped` (so many) once it is `reached`. `turn` is
+    empty where a chat template marks turns with special tokens: then nothing is held back.
+    """
 
-def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Text of generated tokens, as they spell it: no spaces are removed before full stops."""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def __init__(self, tokenizer: Any, turn: str):
+        self._tokenizer, self._turn = tokenizer, turn
+        self._held: list[int] = []
+        self.reached, self.dropped = False, 0
 
+    def push(self, token: int) -> list[int]:
+        """The tokens that one more shows to belong to the answer."""
+        if not self._turn:
+            return [token]
+        self._held.append(token)
+        text = decode(self._tokenizer, self._held)
+        if self._turn in text:
+            self.reached = True
+            # A full stop and the line break behind it may be one token.
+            last = 1 if decode(self._tokenizer, self._held[:1]).strip() else 0
+            kept, self.dropped, self._held = self._held[:last], len(self._held) - last, []
+            return kept
+        begins = any(text.endswith(self._turn[:size]) for size in range(1, len(self._turn)))
+        return [] if begins else self.rest()
 
-class Pieces:
-    """Tokens in, text out: no piece ends within a character, and together they are the text of all tokens."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        # The first `_ready` were shown last; they may join with what follows.
-        self._tokens: list[int] = []
-        self._ready = 0
-
-    def push(self, token: int) -> str:
-        """The text that one more token completes; it may be empty."""
-        self._tokens.append(token)
-        many = len(self._tokens)
-        if many > _LONG and many % (many // 8):  # all are decoded again, so not after every one
-            return ""
-        before, written = decode(self._tokenizer, self._tokens[: self._ready]), self._written
-        # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.
-        if written.endswith("\ufffd"):
-            return ""
-        # Of special tokens nothing is shown, and behind nothing a decoder leaves out a space.
-        if written != before:
-            del self._tokens[: self._ready]
-        self._ready = len(self._tokens)
-        return written[len(before) :]
-
-    def rest(self) -> str:
-        """The text that is left when no more tokens come."""
-        before = decode(self._tokenizer, self._tokens[: self._ready])
-        rest, self._tokens, self._ready = self._written[len(before) :], [], 0
+    def rest(self) -> list[int]:
+        """The tokens held back, when no more come."""
+        rest, self._held = self._held, []
         return rest
-
-    @property
-    def _written(self) -> str:
-        return decode(self._tokenizer, self._tokens)

@@ -155,19 +155,21 @@ class Answering:
         for number, question, most in asking:
             begun = question.answer_prefix if self.plan.begins else ""
             answer = reply(engine, way.label, question.text, most, begun)
-            exact, f1 = task.squad_scores(question, answer.text) or (None, None)
+            scored = task.complete(answer.text) if answer.cut else answer.text
+            exact, f1 = task.squad_scores(question, scored) or (None, None)
             said = AnswerRecord(
                 unit=place.key,
                 question=number,
                 way=way.label,
                 control=control,
                 said=answer.text,
-                score=task.score(question, answer.text),
-                ruler_score=task.ruler_score(question, answer.text),
+                score=task.score(question, scored),
+                ruler_score=task.ruler_score(question, scored),
                 attended=answer.attended,
                 bytes_moved=answer.bytes_moved,
                 seconds=answer.seconds,
                 exact_match=exact,
                 f1=f1,
+                cut=answer.cut,
             )
             yield record(said)

@@ -60,13 +60,10 @@ class Material:
 
 
 def python_topics() -> Haystack:
-    """The Python documentation topics, which stand in the standard library of every machine."""
-    name = "Python documentation topics (pydoc_data.topics)"
-    return Haystack(name, _BETWEEN.join(text for _, text in sorted(python_topics_by_name().items())))
+    """The Python documentation topics, which stand in the standard library of every machine.
 
-
-def python_topics_by_name() -> dict[str, str]:
-    """The same one by one. Raises `CorpusError` where Python came without them."""
+    Raises `CorpusError` where Python came without them.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -74,4 +71,5 @@ def python_topics_by_name() -> dict[str, str]:
             "this Python came without its documentation topics (pydoc_data): give a text, or use a complete "
             "installation of Python"
         ) from error
-    return topics
+    name = "Python documentation topics (pydoc_data.topics)"
+    return Haystack(name, _BETWEEN.join(text for _, text in sorted(topics.items())))

@@ -258,7 +258,8 @@ class QuestionRecord:
 class AnswerRecord:
     """An answer: which way, to the text or to its control, its scores and costs.
 
-    `ruler_score` is RULER's string match; `exact_match` and `f1` are SQuAD's, None without a short answer.
+    `ruler_score` is RULER's string match; `exact_match` and `f1` are SQuAD's, None without a short answer. An
+    answer that was `cut` by its length was scored without the line, word or record that it was cut in.
     """
 
     unit: Text
@@ -273,6 +274,7 @@ class AnswerRecord:
     seconds: Amount
     exact_match: Part | None = None
     f1: Part | None = None
+    cut: Annotated[bool, Strict()] = False
 
 
 def record(of: QuestionRecord | AnswerRecord) -> Record:

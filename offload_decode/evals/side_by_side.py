@@ -34,7 +34,8 @@ class WayAnswer:
     """An answer and what its decoding steps cost, the question's own pass not counted.
 
     `attended` is the mean number of stored tokens that a step attends to in a full-attention layer and head,
-    `bytes_moved` (of stored keys and values) and `seconds` are for each generated token.
+    `bytes_moved` (of stored keys and values) and `seconds` are for each generated token. `cut`: it ended with
+    the last token that it was allowed.
     """
 
     question: str
@@ -43,6 +44,7 @@ class WayAnswer:
     attended: float
     bytes_moved: float
     seconds: float
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,18 @@ def reply(engine: Engine, way: str, question: str, max_new_tokens: int, begun: s
     forked = engine.fork()
     logits = forked.ask(question, begun)
     asking = forked.prefix.take_stats()
-    text = engine.decode(list(forked.generate(logits, max_new_tokens)))
+    most = forked.most_new(max_new_tokens)
+    tokens = list(forked.generate(logits, most))
     writing = forked.prefix.take_stats()
     cost = writing if writing.tokens else asking  # an empty answer took no step of its own
     return WayAnswer(
         question=question,
         way=way,
-        text=text.strip(),
+        text=engine.decode(tokens).strip(),
         attended=cost.selected / max(1, cost.rows),
         bytes_moved=cost.bytes_moved / cost.tokens,
         seconds=cost.total_s / cost.tokens,
+        cut=len(tokens) == most,
     )
 
 

@@ -242,6 +242,11 @@ class Prompt:
         return encode_after(tokenizer, "", [*asked, *_begun(self.again, begun)])
 
     @property
+    def next_turn(self) -> str:
+        """How a model goes on to write the next question itself, where no special token ends its answers."""
+        return f"\n{self.ask.strip()}" if self.template == "plain" else ""
+
+    @property
     def gap(self) -> tuple[str, str]:
         """The gap where it is stored, and where it is not."""
         return (self.join.gap, "") if self.join.stored else ("", self.join.gap)

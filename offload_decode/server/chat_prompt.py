@@ -16,7 +16,7 @@ from itertools import chain, groupby
 from typing import Any, cast
 
 from offload_decode.common.errors import ModelError
-from offload_decode.engine.conversation import decode
+from offload_decode.engine.text import decode
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import (
     Piece,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from offload_decode.engine.batching import Turn
 from offload_decode.engine.citations import Watch
-from offload_decode.engine.conversation import Conversation, Pieces
+from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.text import Pieces
 from offload_decode.planning.sizes import tail_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics
@@ -238,10 +239,17 @@ class RunningRequest:
             picker = Picker(
                 loaded, conversation.tokens, conversation.end_tokens, request.generation, most, index
             )
-            text = Text(loaded.known_tokenizer, request.generation.stop, request.raw, request.shown)
+            text = Text(loaded.known_tokenizer, self._stops, request.raw, request.shown)
             one = RunningSequence(index, conversation, picker, text, most)
             self.sequences.append(one)
             self._take(one, logits)
+
+    @property
+    def _stops(self) -> tuple[str, ...]:
+        """The request's, and where the model goes on to write the next question of a prompt of its own."""
+        stated, request = self.request.generation, self.request
+        turn = "" if request.raw or stated.ignore_end else self.target.loaded.prompt.next_turn
+        return (*stated.stop, turn) if turn else stated.stop
 
     def _take(self, one: RunningSequence, logits: Tensor) -> None:
         """Pick the next token of an answer, and send it."""

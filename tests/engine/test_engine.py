@@ -13,7 +13,7 @@ from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import pick_device, with_cache
 from offload_decode.models.loading import load, wrap
-from tests.tiny import saved_model, text_model, text_store, tiny_model, tiny_tokenizer
+from tests.tiny import let_models_write, saved_model, text_model, text_store, tiny_model, tiny_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
@@ -73,6 +73,31 @@ def test_a_batch_answers_as_one_by_one_from_where_the_conversation_is(engine, be
     for size in (1, 2, 8):
         together = engine.answer_many(QUESTIONS, max_new_tokens=10, batch_size=size)
         assert [answer.tokens for answer in together] == alone
+
+
+@pytest.mark.parametrize("written", ["Blue.\nQuestion: Why?", "Blue.\n\n\nQuestion: Why?"])
+def test_an_answer_ends_where_a_model_without_a_template_asks_the_next_question(engine, monkeypatch, written):
+    let_models_write(monkeypatch, written)
+    answer, length = engine.answer(QUESTIONS[0], max_new_tokens=len(written)), engine.length
+    assert (answer.text, answer.finish) == ("Blue.", "stop")
+    assert [one.text for one in engine.answer_many(QUESTIONS[:2], max_new_tokens=len(written))] == [
+        "Blue."
+    ] * 2
+    assert "".join(engine.stream(QUESTIONS[0], max_new_tokens=len(written))).strip() == "Blue."
+    # What is not part of the answer is not part of the conversation either.
+    asked = engine.question_tokens(QUESTIONS[0])
+    assert engine.decode(engine.tokens + engine.pending).endswith("Answer:" + engine.decode(answer.tokens))
+    assert (
+        length + len(asked) <= engine.length + len(engine.pending) <= length + len(asked) + len("Blue.\n\n")
+    )
+
+
+def test_an_answer_that_only_looks_like_the_next_question_is_whole(engine, monkeypatch):
+    written = "Blue.\nQuestions are\nQuest"
+    let_models_write(monkeypatch, written)
+    answer = engine.answer(QUESTIONS[0], max_new_tokens=len(written))
+    assert (answer.text, answer.finish) == (written, "length")
+    assert engine.answer_many([QUESTIONS[0]], max_new_tokens=len(written))[0].text == written
 
 
 def test_an_end_token_ends_an_answer_and_is_not_part_of_it(engine):

@@ -17,6 +17,7 @@ from offload_decode.server.sequences import RunningRequest
 from offload_decode.server.service import ChatRequest, CompletionRequest
 from tests.server.conftest import TEXTS, Listener, ask
 from tests.server.test_catalog import until
+from tests.tiny import let_models_write
 
 QUESTIONS = ("What is the colour of thing 3?", "Who jumps?", "Why", "Name the number of thing 11, please.")
 
@@ -269,6 +270,15 @@ def test_what_runs_has_a_moment_to_end_when_the_server_stops(serve):
     assert isinstance(endless.all().error, Busy)
     with pytest.raises(Busy, match="being stopped"):
         ask(service)
+
+
+def test_the_next_question_of_a_model_without_a_template_is_not_shown(service, monkeypatch):
+    written = "Blue.\n\nQuestion: Why?"
+    let_models_write(monkeypatch, written)
+    heard = ask(service, tokens=len(written)).all()
+    assert (heard.text, heard.answers[0].finish) == ("Blue.", "stop")
+    whole = complete(service, "book", "Colours:", len(written))  # whoever completes a text says where it ends
+    assert whole.text == written
 
 
 def test_an_answer_names_the_passages_it_attended_to(service):

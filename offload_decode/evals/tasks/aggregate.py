@@ -312,6 +312,11 @@ class EveryRecord(SpreadFacts):
         """All records, and as much again."""
         return max(self.max_new_tokens, 2 * material.count(question.response))
 
+    def complete(self, said: str) -> str:
+        """A list that was cut by its length, closed behind its last whole record."""
+        begun = re.sub(r"^\s*```\w*", "", said)
+        return begun[: begun.rfind("}") + 1] + "]" if "}" in begun else said
+
     def score(self, question: Question, said: str) -> float:
         """The right records, of all there are or of all that were given where these are more.
 

@@ -7,6 +7,7 @@ read the answer from the text. `guess` answers from the question alone, which is
 import random
 import re
 import string
+import unicodedata
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
@@ -30,24 +31,32 @@ NOISE = (
 _CLOSE = 0.002  # of the tokens: a text that much too short is long enough
 _MOST_TRIES = 8
 _LEAST_RATE = 0.1  # tokens of a piece, whatever was measured
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_QUOTES = {**dict.fromkeys(map(ord, "‘’‚‛"), "'"), **dict.fromkeys(map(ord, "“”„‟«»"), '"')}
+_LAST_LINE, _LAST_WORD = re.compile(r"\S\s*\n(?=[^\n]*$)"), re.compile(r"\S\s+(?=\S*$)")
 
 
 def string_match(answers: Sequence[str], said: str, any_of: bool = False) -> float:
     """RULER's score (arXiv 2404.06654): the share of the answers that occur anywhere in what was said, in any
-    case (`string_match_all` of its code); with `any_of`, 1 where one of them does (`string_match_part`).
+    case and with quotation marks of any form (`string_match_all` of its code); with `any_of`, 1 where one of
+    them does (`string_match_part`).
     """
-    found = [answer.lower() in said.lower() for answer in answers]
+    text = said.lower().translate(_QUOTES)
+    found = [answer.lower().translate(_QUOTES) in text for answer in answers]
     return float(any(found)) if any_of else sum(found) / len(found)
 
 
 def normal(text: str) -> str:
-    """SQuAD's normal form (arXiv 1606.05250): small letters, no punctuation, no articles, single spaces.
+    """SQuAD's normal form (arXiv 1606.05250): small letters, no punctuation, no articles, single spaces. Here
+    typographic quotation marks and dashes are punctuation too, which SQuAD's script leaves.
 
     Where that leaves nothing, as of `**`, the text as it is.
     """
-    kept = text.lower().translate(_NO_PUNCTUATION)
+    kept = "".join(one for one in text.lower() if not _is_punctuation(one))
     return " ".join(_ARTICLES.sub(" ", kept).split()) or text.strip()
+
+
+def _is_punctuation(one: str) -> bool:
+    return one in string.punctuation or unicodedata.category(one).startswith("P")
 
 
 def exact_match(answers: Sequence[str], said: str) -> float:
@@ -155,6 +164,11 @@ class Task(ABC):
     def most_tokens(self, question: Question, material: Material) -> int:
         """How many tokens an answer may take: more than `max_new_tokens` where answers grow with the text."""
         return self.max_new_tokens
+
+    def complete(self, said: str) -> str:
+        """An answer that was cut by its length, without the line or of a single line the word, it ends in."""
+        last = _LAST_LINE.search(said) or _LAST_WORD.search(said)
+        return said[: last.start() + 1] if last else said
 
     def score(self, question: Question, said: str) -> float:
         """From 0 to 1, how right an answer is; the prompt is not read."""

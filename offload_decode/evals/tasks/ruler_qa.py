@@ -1,6 +1,6 @@
 """Questions about documents among others: RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3.4).
 
-Questions and documents are from SQuAD's or HotpotQA's files, or a small set of our own (`questions.json`).
+Questions and documents are from SQuAD's or HotpotQA's files, or made up (`made_up_articles`).
 """
 
 import hashlib
@@ -18,12 +18,11 @@ from pydantic import BaseModel, BeforeValidator, Field, Strict, TypeAdapter, Val
 from offload_decode.common import files as plain_json
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.common.files import NotPlain, open_plain
-from offload_decode.evals.haystack import Material, python_topics_by_name
+from offload_decode.evals.haystack import Material
+from offload_decode.evals.tasks import made_up_articles
 from offload_decode.evals.tasks.base import Context, Question, Task, too_short
 
 MOST_BYTES = 256 * 2**20
-_OURS = Path(__file__).with_name("questions.json")
-_PASSAGE = 800  # characters from which on a passage of the topics ends
 _TELL = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other "
     "words."
@@ -97,46 +96,11 @@ def read(path: str | Path) -> Questions:
 
 @cache
 def ours(hops: int) -> Questions:
-    """A small set over Python's documentation topics, for tests and a first look.
-
-    A question is left out where this Python's topics say it in other words. Raises `CorpusError` where Python
-    came without them.
-    """
-    documents = tuple(_passages())
-    flat = [_flat(document) for document in documents]
-    raw = _OURS.read_bytes()
-    asked = []
-    for entry in plain_json.parse(raw)["one" if hops == 1 else "two"]:
-        places = [[at for at, text in enumerate(flat) if part in text] for part in entry["evidence"]]
-        if all(places):
-            needed = tuple(dict.fromkeys(at for found in places for at in found))
-            asked.append(Item(entry["question"], tuple(entry["answers"]), needed))
-    if not asked:
-        raise CorpusError("this Python's documentation topics answer none of our questions: give a file")
-    digest = hashlib.sha256(raw + "\n".join(documents).encode()).hexdigest()
-    return Questions("questions about Python's documentation topics", digest, hops, documents, tuple(asked))
-
-
-def _passages() -> Iterator[str]:
-    """The topics, cut at paragraphs; a paragraph of several topics stands in the shortest of them."""
-    seen: set[str] = set()
-    for _, text in sorted(python_topics_by_name().items(), key=lambda topic: (len(topic[1]), topic[0])):
-        title = text.split("\n", 1)[0].strip()
-        passage = ""
-        for paragraph in re.split(r"\n\s*\n", text):
-            if _flat(paragraph) in seen:
-                continue
-            seen.add(_flat(paragraph))
-            passage += ("\n\n" if passage else "") + paragraph.strip("\n")
-            if len(passage) >= _PASSAGE:
-                yield f"{title}\n\n{passage}"
-                passage = ""
-        if passage:
-            yield f"{title}\n\n{passage}"
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())
+    """Questions about made-up articles, which nobody answers without the text."""
+    documents = tuple(article.text for article in made_up_articles.articles())
+    asked = tuple(Item(one.question, (one.answer,), one.needed) for one in made_up_articles.questions(hops))
+    digest = hashlib.sha256(repr((documents, asked)).encode()).hexdigest()
+    return Questions("made-up articles", digest, hops, documents, asked)
 
 
 _Read = tuple[str, tuple[str, ...], list[str], list[str]]

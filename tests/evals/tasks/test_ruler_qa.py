@@ -12,7 +12,7 @@ from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Material
 from offload_decode.evals.tasks import ruler_qa
-from offload_decode.evals.tasks.base import Question, normal
+from offload_decode.evals.tasks.base import Question
 from offload_decode.evals.tasks.ruler_qa import MultiHop, SingleHop, ours, read, task_of
 from tests.evals.tasks.drawn import material
 
@@ -169,28 +169,22 @@ def test_whether_questions_fit_is_no_matter_of_luck(name: str) -> None:
     assert fits[-1]
 
 
-@pytest.mark.parametrize(("hops", "least"), [(1, 60), (2, 24)])
-def test_every_question_of_ours_is_answered_by_its_documents(hops: int, least: int) -> None:
+@pytest.mark.parametrize("hops", [1, 2])
+def test_every_made_up_question_is_answered_by_its_articles_alone(hops: int) -> None:
     questions = ours(hops)
-    assert len(questions.asked) >= least
+    assert len(questions.asked) >= 5000
     assert len({one.question for one in questions.asked}) == len(questions.asked)
+    titles = [document.split("\n")[0] for document in questions.documents]
+    assert len(set(titles)) == len(titles)
     for one in questions.asked:
-        assert len(one.needed) == hops, one.question
-        found = [normal(questions.documents[at]) for at in one.needed]
-        assert any(normal(answer) in text for answer in one.answers for text in found), one.question
-        assert normal(one.answers[0]) not in normal(one.question).split(), one.question
-        if hops == 2:
-            titles = {questions.documents[at].split("\n")[0] for at in one.needed}
-            assert len(titles) == 2, one.question
-
-
-def test_the_topics_hold_no_paragraph_twice() -> None:
-    paragraphs = [
-        " ".join(paragraph.split())
-        for document in ours(1).documents
-        for paragraph in document.split("\n\n")[1:]
-    ]
-    assert len(set(paragraphs)) >= 0.99 * len(paragraphs)
+        assert len(set(one.needed)) == hops, one.question
+        assert titles[one.needed[0]] in one.question
+        assert one.answers[0] in questions.documents[one.needed[-1]], one.question
+        assert one.answers[0] not in one.question
+        if hops == 2:  # the first article alone names only the second
+            first = questions.documents[one.needed[0]]
+            assert titles[one.needed[1]] in first, one.question
+            assert one.answers[0] not in first, one.question
 
 
 @pytest.mark.parametrize(
@@ -245,7 +239,7 @@ def test_a_guess_is_of_the_kind_that_is_asked_for() -> None:
     older = Question("… Question: Which is older, Rome or Paris?", "", ("Rome",), any_of=True)
     assert task.guess(rng, older) in ("Rome", "Paris")
     assert task.guess(rng, Question("… Question: Is Rome old?", "", ("yes",), any_of=True)) == "yes"
-    questions = ours(1).asked
+    questions = ours(1).asked[::97]
     asked = [Question(f"Question: {one.question}", "", one.answers, any_of=True) for one in questions]
     scores = [task.score(question, task.guess(rng, question)) for question in asked * 5]
     assert sum(scores) / len(scores) < 0.1

@@ -1,5 +1,6 @@
 """Scores are what their sources define: RULER's string match, and SQuAD's exact match and F1."""
 
+import json
 import random
 
 import pytest
@@ -46,7 +47,7 @@ def test_string_match_knows_no_case() -> None:
         ("theatre", "theatre"),
         ("Ada <ada@mail.org>", "ada adamailorg"),
         ("07-Mar-2011", "07mar2011"),
-        ("Caf\u00e9\u2019s", "caf\u00e9\u2019s"),
+        ("Caf\u00e9\u2019s", "caf\u00e9s"),
         (" ** ", "**"),
         ("the", "the"),
         ("", ""),
@@ -117,6 +118,36 @@ def test_squads_measures_stand_beside_short_answers_alone() -> None:
     assert either.response == "Ada"
     assert tasks.get("niah_multivalue").squad_scores(Question("Who?", "", ("Ada", "Bob")), "Ada, Bob") is None
     assert tasks.get("every-record").squad_scores(Question("Who?", "", ("[]",)), "[]") is None
+
+
+@pytest.mark.parametrize("said", ["“The Ada’s” – King", "'Ada's' King", "ADAS  king."])
+def test_quotation_marks_dashes_and_articles_do_not_count(said: str) -> None:
+    assert exact_match(["Ada's King"], said) == 1
+    assert string_match(["'Ada’s'"], "It was ‘Ada's’") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "scored"),
+    [
+        ("1. oak\n2. elm\n3. as", "1. oak\n2. elm"),
+        ("oak\n\n", "oak"),
+        ("oak\n\nQues", "oak"),
+        ("the number is 1234", "the number is"),
+        ("1234", "1234"),
+        ("", ""),
+    ],
+)
+def test_an_answer_that_was_cut_loses_the_line_or_word_it_was_cut_in(said: str, scored: str) -> None:
+    assert tasks.get("cwe").complete(said) == scored
+
+
+@pytest.mark.parametrize("fence", ["", "```json\n"])
+def test_a_list_that_was_cut_counts_as_far_as_its_records_are_whole(fence: str) -> None:
+    task, records = tasks.get("every-record"), [{"item": "oak"}, {"item": "elm"}, {"item": "ash"}]
+    question = Question("List them.", "", (json.dumps(records),))
+    cut = fence + json.dumps(records)[:-10]
+    assert task.score(question, cut) == 0
+    assert task.score(question, task.complete(cut)) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("name", [name for name in BY_STRING if name != "cwe"])
