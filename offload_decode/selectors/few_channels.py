@@ -40,8 +40,8 @@ class Loki(Selector):
     """Score every key in the first principal components of its head's keys and select the best.
 
     Singhania et al. 2024: components of the keys after RoPE, one basis for each layer and KV head. They are
-    computed from the stored keys themselves, the best calibration there is. The covariance is centred, the
-    scores are not: the mean key shifts all scores of a query alike, and so does not change their order.
+    computed from the stored keys themselves, the best calibration there is, and not centred: what sets the
+    first token apart is that it lacks the mean of the others, a direction in which these hardly vary.
     """
 
     name = "loki"
@@ -66,16 +66,12 @@ class Loki(Selector):
 
 
 def principal_components(keys: Rows, dims: int, device: torch.device) -> Tensor:
-    """The `dims` directions of largest variance of the keys, as float32 columns `[D, dims]`."""
-    length, dim = len(keys), keys.dim
-    mean = torch.zeros(dim, dtype=torch.float64, device=device)
-    for part in blocks(length):
-        mean += keys.read(part, device).sum(0) / length
-    covariance = torch.zeros(dim, dim, dtype=torch.float64, device=device)
-    for part in blocks(length):
-        centred = keys.read(part, device) - mean.float()
-        covariance += centred.T @ centred / length
-    ascending: Tensor = torch.linalg.eigh(covariance).eigenvectors
+    """The `dims` directions in which the keys are largest, as float32 columns `[D, dims]`."""
+    moments = torch.zeros(keys.dim, keys.dim, dtype=torch.float64, device=device)
+    for part in blocks(len(keys)):
+        rows = keys.read(part, device)
+        moments += rows.T @ rows / len(keys)
+    ascending: Tensor = torch.linalg.eigh(moments).eigenvectors
     return ascending.flip(-1)[:, :dims].float()
 
 

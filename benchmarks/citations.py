@@ -1,0 +1,111 @@
+"""Does an answer cite the passage it stands in? `python -m benchmarks.citations --model M --texts FOLDER`.
+
+Made-up facts are planted in eight documents of a folder, each cut to `--tokens` tokens; all of them are then
+asked for, behind one store. Counts the right answers, and of these: is the fact in the first passage of the
+first document that is cited, and is it the document that the fact stands in? Several such stores.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from offload_decode.engine.engine import Engine
+from offload_decode.evals.haystack import Haystack
+from offload_decode.evals.stats import wilson
+from offload_decode.evals.tasks.base import insert, string_match
+from offload_decode.evals.tasks.made_up_articles import Article, articles
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.indexing import build_indexes
+from offload_decode.prefill_jobs.job import prefill_texts
+from offload_decode.types import CitedDocument
+
+DOCUMENTS = 8
+FACTS = (
+    ("river", "The river {answer} runs through the town of {name}.", "Which river runs through {name}?"),
+    ("mayor", "The mayor of {name} is {answer}.", "Who is the mayor of {name}?"),
+    ("founder", "The company {name} was founded by {answer}.", "Who founded {name}?"),
+    ("seat", "The company {name} has its seat in {answer}.", "In which town does {name} have its seat?"),
+    ("instrument", "{name} plays the {answer}.", "Which instrument does {name} play?"),
+)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fact, what asks for it, and the document it stands in."""
+
+    sentence: str
+    question: str
+    answer: str
+    document: str
+
+
+def planted(rng: random.Random, names: Sequence[str], count: int) -> Iterator[Planted]:
+    """Facts for the documents in turn."""
+    for number, article in enumerate(rng.sample(articles(), count)):
+        key, sentence, question = rng.choice([fact for fact in FACTS if fact[0] in article.facts])
+        yield _planted(article, article.facts[key], sentence, question, names[number % len(names)])
+
+
+def _planted(article: Article, answer: str, sentence: str, question: str, document: str) -> Planted:
+    named = {"name": article.name, "answer": answer}
+    return Planted(sentence.format(**named), question.format(**named), answer, document)
+
+
+def asked(
+    loaded: LoadedModel, texts: dict[str, str], facts: Sequence[Planted], rng: random.Random, budget: str
+) -> Iterator[tuple[Planted, str, tuple[CitedDocument, ...]]]:
+    """Every fact with the answer and what it cites."""
+    documents = []
+    for name, text in texts.items():
+        own = [fact.sentence for fact in facts if fact.document == name]
+        documents.append(TextDocument(name, insert(text, own, [rng.random() for _ in own])))
+    with TemporaryDirectory() as folder:
+        store = Path(folder, "store")
+        prefill_texts(loaded, documents, store)
+        build_indexes(store, "clusters")
+        engine = Engine.open(store, loaded, options={"budget": budget})
+        for fact in facts:
+            answer = engine.answer(fact.question, 24, cites=True)
+            yield fact, answer.text, answer.citations or ()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a folder, an id, or a .gguf file")
+    parser.add_argument("--texts", type=Path, required=True, help="folder of at least eight text files")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of each document")
+    parser.add_argument("--stores", type=int, default=4)
+    parser.add_argument("--facts", type=int, default=25, help="facts in each store")
+    parser.add_argument("--budget", default="1024")
+    arguments = parser.parse_args()
+    loaded, files = load(arguments.model), sorted(arguments.texts.iterdir())
+    right, passages, places = list[float](), list[float](), list[float]()
+    for number in range(arguments.stores):
+        rng = random.Random(number)
+        chosen = rng.sample(files, DOCUMENTS)
+        texts = {
+            path.name: Haystack(path.name, path.read_text("utf-8")).cut(loaded.tokenizer, arguments.tokens)
+            for path in chosen
+        }
+        facts = list(planted(rng, list(texts), arguments.facts))
+        for fact, said, cited in asked(loaded, texts, facts, rng, arguments.budget):
+            right.append(string_match((fact.answer,), said))
+            if right[-1] == 1:
+                first = cited[0] if cited else None
+                text = " ".join(first.spans[0].text.split()) if first and first.spans else ""
+                passages.append(float(fact.sentence in text))
+                places.append(float(first is not None and first.name == fact.document))
+        print(f"store {number + 1}: {sum(right):.0f} of {len(right)} right so far", flush=True)
+    for name, found in (("right answers", right), ("first passage", passages), ("first document", places)):
+        share = wilson(found)
+        print(f"{name}: {sum(found):.0f} of {len(found)} ({100 * share.low:.0f} to {100 * share.high:.0f} %)")
+
+
+if __name__ == "__main__":
+    main()
