@@ -29,7 +29,7 @@ _TELL = (
 )
 _INSTRUCTION = f"{_TELL}\n\nThe following are given documents.\n\n"
 _NAME = r"(?<!\S)[A-Z0-9][^\s,]*"
-_MISSES = 200  # documents that are tried for what is left of the room
+_MISSES = 200  # documents that are tried in vain for what is left of the room
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class SingleHop(Task):
         wanted = min(self.asked, len(files.asked))
         chosen, needed = costs.chosen(rng.sample(files.asked, len(files.asked)), wanted, room)
         if len(chosen) < wanted:  # those whose documents are the shortest: no draw decides what fits
-            shortest = sorted(files.asked, key=lambda one: costs.total(one.needed))
+            shortest = sorted(files.asked, key=lambda one: sum(len(files.documents[at]) for at in one.needed))
             chosen, needed = costs.chosen(shortest, wanted, room)
         if len(chosen) < wanted:
             raise too_short(self, material.tokens)
@@ -268,8 +268,8 @@ class _Costs:
         """The first `count` questions whose documents fit together, and these documents."""
         chosen: list[Item] = []
         needed: set[int] = set()
-        for one in asked:
-            if len(chosen) == count:
+        for tried, one in enumerate(asked):
+            if len(chosen) == count or tried - len(chosen) == _MISSES:
                 break
             together = needed | set(one.needed)
             if self.total(together) <= 0.9 * room:
