@@ -16,7 +16,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.stats import wilson
 from offload_decode.evals.tasks.base import insert, string_match
-from offload_decode.evals.tasks.made_up_articles import Article, articles
+from offload_decode.evals.tasks.made_up_articles import articles, question
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
@@ -24,13 +24,13 @@ from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.types import CitedDocument
 
 DOCUMENTS = 8
-FACTS = (
-    ("river", "The river {answer} runs through the town of {name}.", "Which river runs through {name}?"),
-    ("mayor", "The mayor of {name} is {answer}.", "Who is the mayor of {name}?"),
-    ("founder", "The company {name} was founded by {answer}.", "Who founded {name}?"),
-    ("seat", "The company {name} has its seat in {answer}.", "In which town does {name} have its seat?"),
-    ("instrument", "{name} plays the {answer}.", "Which instrument does {name} play?"),
-)
+FACTS = {
+    "river": "The river {answer} runs through the town of {name}.",
+    "mayor": "The mayor of {name} is {answer}.",
+    "founder": "The company {name} was founded by {answer}.",
+    "seat": "The company {name} has its seat in {answer}.",
+    "instrument": "{name} plays the {answer}.",
+}
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,10 @@ class Planted:
 def planted(rng: random.Random, names: Sequence[str], count: int) -> Iterator[Planted]:
     """Facts for the documents in turn."""
     for number, article in enumerate(rng.sample(articles(), count)):
-        key, sentence, question = rng.choice([fact for fact in FACTS if fact[0] in article.facts])
-        yield _planted(article, article.facts[key], sentence, question, names[number % len(names)])
-
-
-def _planted(article: Article, answer: str, sentence: str, question: str, document: str) -> Planted:
-    named = {"name": article.name, "answer": answer}
-    return Planted(sentence.format(**named), question.format(**named), answer, document)
+        fact = rng.choice([fact for fact in FACTS if fact in article.facts])
+        answer, document = article.facts[fact], names[number % len(names)]
+        sentence = FACTS[fact].format(name=article.name, answer=answer)
+        yield Planted(sentence, question(article, fact), answer, document)
 
 
 def asked(

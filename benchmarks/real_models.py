@@ -4,7 +4,7 @@ Runs `offload-decode eval` for every model of `MODELS` in a folder of GGUF files
 and `dialogue.txt` of another: how close selectors come to dense attention, RULER's and further tasks, and
 perplexity, also behind a prefill with QuoKA. Every measurement leaves a file in `--out`, and a run that was
 stopped goes on from there. Prints the tables of docs/results.md, of all that is there. On two cores all of it
-takes a day; `--only` takes the measurements whose names begin so, `--list` prints the names, and `--tables`
+takes many hours; `--only` takes the measurements whose names begin so, `--list` prints the names, `--tables`
 measures nothing.
 """
 

@@ -23,7 +23,7 @@ from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
-from offload_decode.models.prompt import Prompt
+from offload_decode.models.prompt import Prompt, next_turn
 from offload_decode.selectors.base import Selector
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
@@ -235,7 +235,7 @@ class Conversation:
     def answer_end(self) -> AnswerEnd:
         """What ends an answer beside `end_tokens`; of ids without a tokenizer, nothing."""
         tokenizer = self.loaded.tokenizer
-        return AnswerEnd(tokenizer, "" if tokenizer is None else self.prompt.next_turn)
+        return AnswerEnd(tokenizer, "" if tokenizer is None else next_turn(tokenizer))
 
     @property
     def end_tokens(self) -> frozenset[int]:

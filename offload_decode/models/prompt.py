@@ -27,6 +27,8 @@ ANCHORS = ("a", ".", "0")
 _CORPUS = "\x02Corpus\n\n & 'it'\x03"
 _QUESTION, _ANSWER, _NEXT = "\x02question\x03", "\x02answer\x03", "\x02next\x03"
 
+_PLAIN_ASK = "Question:"  # where there is no chat template
+
 _BLANK = r"\s▁ĠĊĉčċČ"  # as texts, as SentencePiece and as bytes spell white space
 _ENDS = ("end", "end.", "End)", "3", "é", "字", "“…”", "🙂", "x_", "}")
 _STARTS = ("Who", "who", "Question: Who", "Document: a", "12", "(a)", "“it”", "é", "字", "🙂", "_x", "- a")
@@ -242,11 +244,6 @@ class Prompt:
         return encode_after(tokenizer, "", [*asked, *_begun(self.again, begun)])
 
     @property
-    def next_turn(self) -> str:
-        """How a model goes on to write the next question itself, where no special token ends its answers."""
-        return f"\n{self.ask.strip()}" if self.template == "plain" else ""
-
-    @property
     def gap(self) -> tuple[str, str]:
         """The gap where it is stored, and where it is not."""
         return (self.join.gap, "") if self.join.stored else ("", self.join.gap)
@@ -258,12 +255,18 @@ def _begun(after: str, begun: str) -> list[Piece]:
     return [Piece(text, users=True)] if text else []
 
 
+def next_turn(tokenizer: Any) -> str:
+    """How a model goes on to write the next question itself, where no special token ends its answers."""
+    return "" if getattr(tokenizer, "chat_template", None) else f"\n{_PLAIN_ASK}"
+
+
 def prompt_for(tokenizer: Any) -> Prompt:
     """The tokenizer's chat template split around the corpus, or a plain form for models without one."""
     join = _join_of(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
-        turn, after = f"{join.gap}Question: ", "\nAnswer:"
-        return Prompt("plain", opening_of(tokenizer), "", join, "Question: ", after, turn, after, False)
+        ask, after = f"{_PLAIN_ASK} ", "\nAnswer:"
+        turn = join.gap + ask
+        return Prompt("plain", opening_of(tokenizer), "", join, ask, after, turn, after, False)
 
     try:
         try:

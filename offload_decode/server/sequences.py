@@ -18,6 +18,7 @@ from offload_decode.engine.batching import Turn
 from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.text import Pieces
+from offload_decode.models.prompt import next_turn
 from offload_decode.planning.sizes import tail_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics
@@ -248,7 +249,7 @@ class RunningRequest:
     def _stops(self) -> tuple[str, ...]:
         """The request's, and where the model goes on to write the next question of a prompt of its own."""
         stated, request = self.request.generation, self.request
-        turn = "" if request.raw or stated.ignore_end else self.target.loaded.prompt.next_turn
+        turn = "" if request.raw or stated.ignore_end else next_turn(self.target.loaded.known_tokenizer)
         return (*stated.stop, turn) if turn else stated.stop
 
     def _take(self, one: RunningSequence, logits: Tensor) -> None:

@@ -78,10 +78,15 @@ def questions(hops: int) -> list[Asked]:
     return found
 
 
+def question(article: Article, fact: str) -> str:
+    """What asks for a fact of an article."""
+    return str(_SAID["kinds"][article.kind]["asked"][fact]).format(name=article.name)
+
+
 def _about(rng: random.Random, number: int, article: Article) -> Asked:
-    asked = _SAID["kinds"][article.kind]["asked"].items()
-    fact, text = rng.choice([one for one in asked if one[0] in article.facts])
-    return Asked(text.format(name=article.name), article.facts[fact], (number,))
+    asked = _SAID["kinds"][article.kind]["asked"]
+    fact = rng.choice([one for one in asked if one in article.facts])
+    return Asked(question(article, fact), article.facts[fact], (number,))
 
 
 def _article(rng: random.Random, kind: str, name: str, facts: dict[str, str]) -> Article:
