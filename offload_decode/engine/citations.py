@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,11 @@ class Watch:
             scores = score_tokens(own.vectors, self.host.layer_keys(layer), ids)
         self._add(ids, own.logits(scores).masked_fill(ids < 0, -torch.inf), lse)
 
+    def shares(self) -> dict[int, float]:
+        """The mean share of a row's attention, by token: of those that got any."""
+        tokens = np.flatnonzero(self.mass)
+        return dict(zip(tokens.tolist(), (self.mass[tokens] / max(1, self.rows)).tolist(), strict=True))
+
     def _see_all(self, layer: int, queries: Queries, lse: Tensor) -> None:
         """Block by block, so that no row of a million scores is held."""
         for head, keys in enumerate(self.host.layer_keys(layer)):
@@ -117,18 +122,18 @@ def cite(
     most_documents: int = DOCUMENTS,
     most_spans: int = SPANS,
     opening: int = OPENING,
-    plain: Watch | None = None,
+    plain: Mapping[int, float] | None = None,
 ) -> tuple[CitedDocument, ...]:
     """The documents that were attended to and their passages, most attended first; none where attention was
-    spread thinly. `opening`: first tokens that are no document's. `plain`: a watch over a question without
-    content, whose attention is taken off. Raises `ConfigError` for a store that has no tokens.
+    spread thinly. `opening`: first tokens that are no document's. `plain`: what a question without content
+    attends to (`Watch.shares`), which is taken off. Raises `ConfigError` for a store that has no tokens.
     """
     if not isinstance(store, KVStore):
         raise ConfigError("a store in memory has no documents to cite: open one from disk")
     every = watch.mass / max(1, watch.rows)
-    if plain is not None:
-        every = np.maximum(every - plain.mass / max(1, plain.rows), 0)
-    tokens = np.flatnonzero(every[opening:]) + opening
+    if plain:
+        every[list(plain)] -= list(plain.values())
+    tokens = np.flatnonzero(every[opening:] > 0) + opening
     mass = every[tokens].astype(np.float64)
     mass /= mass.sum() or 1.0
     cited = []

@@ -22,6 +22,7 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
+from offload_decode.hf.user_cache import cached
 from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
 from offload_decode.models.prompt import Prompt, next_turn
 from offload_decode.selectors.base import Selector
@@ -195,15 +196,30 @@ class Conversation:
         """
         if not isinstance(self.store, KVStore):
             return cite(watch, self.store, self.tokenizer)
-        known, kind = self.prefix.host.plain, self.prefix.kind
-        if kind not in known:
+        opening = template_length(self.store, next(self.prompt.corpus(self.tokenizer, [""])))
+        return cite(watch, self.store, self.tokenizer, opening=opening, plain=self._plain_shares())
+
+    def _plain_shares(self) -> dict[int, float]:
+        """What a question without content attends to behind this store, chosen as here: asked once, and kept
+        in the user's cache.
+        """
+
+        def ask() -> dict[int, float]:
             other = Conversation(self.loaded, self.store, self.prefix.fresh())
-            with other.watched() as plain:
+            with other.watched() as watch:
                 for _ in other.generate(other.ask(PLAIN_QUESTION), PLAIN_TOKENS):
                     pass
-            known[kind] = plain
-        opening = template_length(self.store, next(self.prompt.corpus(self.tokenizer, [""])))
-        return cite(watch, self.store, self.tokenizer, opening=opening, plain=known[kind])
+            return watch.shares()
+
+        def parse(saved: Any) -> dict[int, float]:
+            shares = {int(token): float(share) for token, share in saved}
+            if not all(0 <= token < self.prefix.length and 0 < shares[token] <= 1 for token in shares):
+                raise ValueError("not of this store")
+            return shares
+
+        way = type(self.selector).__qualname__, self.selector.options
+        of = (PLAIN_QUESTION, PLAIN_TOKENS, self.store.store_digest, self.loaded.model_id, *way)
+        return cached(of, ask, lambda shares: list(shares.items()), parse)
 
     def pieces(self, generated: Iterable[int]) -> Iterator[str]:
         """The text of generated tokens, piece by piece as they come: no piece ends within a character."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isqrt
 from typing import Any
@@ -44,7 +44,6 @@ class HostKV:
         self.length = store.manifest.n_tokens
         self._latent = store.manifest.shape.latent
         self._layers: dict[tuple[str, int], HeadRows] = {}
-        self.plain: dict[Hashable, Any] = {}  # what a question without content attends to, by kind of prefix
         # Indexes, rows on a device and what was measured are shared by all that read this store.
         self.lock = threading.RLock()
 

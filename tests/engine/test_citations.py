@@ -12,6 +12,7 @@ from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.engine.citations import OPENING, PLAIN_QUESTION, REACH, Watch, cite, template_length
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
+from offload_decode.hf import user_cache
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, Selection
@@ -195,18 +196,41 @@ def test_what_a_question_without_content_attends_to_is_taken_off(folder):
         watch.mass[one.start + 50], plain.mass[one.start + 50] = 6, 2
     plain.mass[engine.store.documents[1].start + 50] = 9
     watch.rows, plain.rows = 4, 3  # per row 1.5 less 0.67, and 1.5 less 3
-    (cited,) = cite(watch, engine.store, engine.tokenizer, plain=plain)
+    (cited,) = cite(watch, engine.store, engine.tokenizer, plain=plain.shares())
     assert (cited.name, cited.share) == (engine.store.documents[0].name, 1)
-    assert cite(watch, engine.store, engine.tokenizer, plain=watch) == ()
+    assert cite(watch, engine.store, engine.tokenizer, plain=watch.shares()) == ()
 
 
-def test_it_is_asked_once_for_all_that_choose_alike(folder, monkeypatch):
-    engine, asked = Engine.open(folder / "store", options={"budget": "20"}), []
-    ask = Conversation.ask
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Every question that is asked, with a cache and a process that know nothing."""
+    asked, ask = [], Conversation.ask
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(user_cache, "_known", {})
     monkeypatch.setattr(Conversation, "ask", lambda own, text, begun="": asked.append(text) or ask(own, text))
+    return asked
+
+
+def test_it_is_asked_once_for_all_that_choose_alike(folder, asked):
+    engine = Engine.open(folder / "store", options={"budget": "20"})
     for question in QUESTIONS:
         engine.answer(question, 2, cites=True)
     assert sorted(asked) == sorted([*QUESTIONS, PLAIN_QUESTION])
+    Engine.open(folder / "store", options={"budget": "30"}).answer(QUESTIONS[0], 2, cites=True)
+    assert asked.count(PLAIN_QUESTION) == 2, "another budget chooses others"
+
+
+@pytest.mark.parametrize("damage", [None, "[[0, 1", "[[-1, 0.5]]", "[[0, NaN]]", "[[0, 7]]"])
+def test_another_process_does_not_ask_again_unless_what_was_kept_is_damaged(
+    folder, asked, monkeypatch, tmp_path, damage
+):
+    cited = Engine.open(folder / "store").answer(QUESTIONS[0], 2, cites=True).citations
+    monkeypatch.setattr(user_cache, "_known", {})
+    kept = list((tmp_path / "offload-decode" / "fingerprints").iterdir())
+    for path in kept if damage else ():
+        path.write_text(damage)
+    assert Engine.open(folder / "store").answer(QUESTIONS[0], 2, cites=True).citations == cited
+    assert asked.count(PLAIN_QUESTION) == (2 if damage else 1)
 
 
 def test_a_chat_template_is_no_document(folder):
