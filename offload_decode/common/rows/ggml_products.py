@@ -1,0 +1,376 @@
+"""Products of float activations with weights in GGUF's quantised blocks, read where they lie.
+
+Activations are rounded to signed bytes, one float32 scale for each 32 of them (their largest magnitude by
+127, as ggml's own Q8_0), so that the products of a part of 32 weights are whole numbers: unsigned codes times
+signed bytes. AVX-512 and AVX VNNI multiply and add 32 of them in one instruction, AVX2 in two or four, and
+plain vector operations serve all other processors; the whole sums of all forms are equal. What codes are
+offset by, and minima, are multiplied by sums of the activations, which are added up once for all weights.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from offload_decode.common.errors import ModelError
+from offload_decode.common.rows import threads
+from offload_decode.common.rows.compiled import features
+from offload_decode.common.rows.ggml_blocks import (
+    CODES,
+    FLOAT,
+    FLOATS,
+    FORMATS,
+    INT,
+    INTS,
+    LINE,
+    LONG,
+    PART,
+    SHORT,
+    Blocks,
+    Format,
+    as_bytes,
+    at,
+    checked,
+    chosen,
+    load,
+    pointers,
+    same,
+    splat,
+)
+from offload_decode.common.rows.loops import prefetch
+
+Float32 = npt.NDArray[np.float32]
+
+TOGETHER = 4  # rows of activations that share the unpacked codes
+_AHEAD = 2048  # bytes of blocks
+_TASK = 1 << 19  # bytes of blocks: some tens of microseconds, beside which taking a task is nothing
+_TILE = 16  # rows of weights that meet four rows of activations while these are in the nearest cache
+
+
+class Activations(NamedTuple):
+    """Rows of activations as signed bytes, with zeros behind up to a number of rows that loops take.
+
+    `codes` int8 `[R, K]`, `scales` float32 `[R, K / 32]`, `sums` int32 `[R, K / 16]` of sixteen codes each,
+    negative, and `weighted` float32 `[R, K / 32]`, the sums of 32 codes times their scale.
+    """
+
+    codes: npt.NDArray[np.int8]
+    scales: Float32
+    sums: npt.NDArray[np.int32]
+    weighted: Float32
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any, weighted: Any) -> None:
+    for row in range(x.shape[0]):
+        for part in range(x.shape[1] // PART):
+            most = np.uint32(0)  # of the bits: NaN is above infinity, and infinity above all numbers
+            for place in range(part * PART, part * PART + PART):
+                most = max(most, np.uint32(bits[row, place] & np.uint32(0x7FFFFFFF)))
+            largest = np.uint32(most).view(np.float32)
+            by = np.float32(127) / largest
+            usable = np.float32(0) < by < np.float32(np.inf)  # zeros, or nearly so, become zeros
+            for half in range(2):
+                total = np.int32(0)
+                for place in range(part * PART + 16 * half, part * PART + 16 * half + 16):
+                    code = np.int32(np.rint(x[row, place] * by)) if usable else np.int32(0)
+                    codes[row, place] = code
+                    total += code
+                sums[row, 2 * part + half] = -total
+            scale = largest / np.float32(127)
+            scales[row, part] = scale
+            weighted[row, part] = -scale * np.float32(sums[row, 2 * part] + sums[row, 2 * part + 1])
+
+
+def quantized(x: Float32) -> Activations:
+    """`x [M, K]` float32 as bytes. A part of 32 with NaN or infinity gives products that are not finite.
+
+    Raises ModelError unless x is float32 `[M, K]`, contiguous, with K a multiple of 32.
+    """
+    if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] % PART or not x.flags.c_contiguous:
+        raise ModelError(
+            f"Activations are contiguous float32 [M, K], K a multiple of {PART}, "
+            f"not {x.dtype} of shape {list(x.shape)}."
+        )
+    count, width = x.shape
+    rows = count if count % TOGETHER < 2 else -(-count // TOGETHER) * TOGETHER
+    parts = width // PART
+    made = np.zeros if rows > count else np.empty
+    given = Activations(
+        made((rows, width), np.int8),
+        made((rows, parts), np.float32),
+        made((rows, 2 * parts), np.int32),
+        made((rows, parts), np.float32),
+    )
+    _quantize(x, x.view(np.uint32), *given)
+    return given
+
+
+def _with_vnni(builder: Any, sums: Any, codes: Any, by: Any, bits: int) -> Any:
+    function = builder.module.declare_intrinsic(
+        "llvm.x86.avx512.vpdpbusd.256", (), ir.FunctionType(INTS, [INTS] * 3)
+    )
+    return builder.call(function, [sums, builder.bitcast(codes, INTS), builder.bitcast(by, INTS)])
+
+
+def _with_avx2(builder: Any, sums: Any, codes: Any, by: Any, bits: int) -> Any:
+    """The first step adds two products up in 16 bits, which those of codes up to 128 fit: the highest of
+    eight bits is multiplied apart.
+    """
+    shorts = ir.VectorType(SHORT, 16)
+    declare = builder.module.declare_intrinsic
+    pairs = declare("llvm.x86.avx2.pmadd.ub.sw", (), ir.FunctionType(shorts, [CODES] * 2))
+    fours = declare("llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(INTS, [shorts] * 2))
+    for mask in (0x7F, 0x80) if bits == 8 else (0xFF,):
+        product = builder.call(pairs, [builder.and_(codes, same(CODES, mask)), by])
+        sums = builder.add(sums, builder.call(fours, [product, same(shorts, 1)]))
+    return sums
+
+
+def _with_vectors(builder: Any, sums: Any, codes: Any, by: Any, bits: int) -> Any:
+    for place in range(4):
+        lanes = list(range(place, PART, 4))
+        code = builder.zext(chosen(builder, codes, lanes), INTS)
+        own = builder.sext(chosen(builder, by, lanes), INTS)
+        sums = builder.add(sums, builder.mul(code, own))
+    return sums
+
+
+_FORMS = {"vnni": _with_vnni, "avx2": _with_avx2, "vectors": _with_vectors}
+
+
+def forms() -> list[str]:
+    """The forms that this processor runs, and numba is allowed to use, the fastest first."""
+    own = features()
+    vnni = "avxvnni" in own or {"avx512vnni", "avx512vl"} <= own
+    return [*["vnni"] * vnni, *["avx2"] * ("avx2" in own), "vectors"]
+
+
+FORM = forms()[0]
+
+
+def _emit_row(
+    _: Any,
+    kind: Any,
+    name: Any,
+    together: Any,
+    blocks: Any,
+    start: Any,
+    width: Any,
+    codes: Any,
+    scales: Any,
+    sums: Any,
+    weighted: Any,
+    first: Any,
+    out: Any,
+    place: Any,
+    step: Any,
+) -> Any:
+    """Products of the row of `width` weights that begins at byte `start` with `together` rows of activations
+    from `first` on, to `out` at `place` and every `step` after it.
+    """
+    form, multiply = FORMATS[kind.literal_value], _FORMS[name.literal_value]
+    count = together.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        _, _, _, base, start, width, *activations, first, out, place, step = pointers(
+            context, builder, signature, given
+        )
+        rows = [builder.add(first, ir.Constant(LONG, number)) for number in range(count)]
+        totals = _sums(builder, form, multiply, builder.gep(base, [start]), width, activations, rows)
+        for number, total in enumerate(totals):
+            own = builder.add(place, builder.mul(step, ir.Constant(LONG, number)))
+            builder.store(total, at(builder, out, builder.mul(own, ir.Constant(LONG, 4)), FLOAT))
+        return context.get_dummy_value()
+
+    given = (
+        kind,
+        name,
+        together,
+        blocks,
+        start,
+        width,
+        codes,
+        scales,
+        sums,
+        weighted,
+        first,
+        out,
+        place,
+        step,
+    )
+    return types.void(*given), generate
+
+
+_row: Any = intrinsic(prefer_literal=True)(_emit_row)
+
+
+def _sums(
+    builder: Any,
+    form: Format,
+    multiply: Callable[..., Any],
+    base: Any,
+    width: Any,
+    activations: Sequence[Any],
+    rows: Sequence[Any],
+) -> list[Any]:
+    """What the products of the row of weights at `base` with each of the rows of activations add up to."""
+    number = partial(ir.Constant, LONG)
+    # Bytes of a row of codes, scales, sums and weighted: one, an eighth, a quarter and an eighth a weight.
+    begins = [
+        [
+            builder.gep(start, [builder.mul(row, builder.udiv(width, number(by)))])
+            for start, by in zip(activations, (1, 8, 4, 8), strict=True)
+        ]
+        for row in rows
+    ]
+    lows = ir.VectorType(FLOAT, form.parts)
+    products = [cgutils.alloca_once_value(builder, same(FLOATS, 0.0)) for _ in rows]
+    added = [cgutils.alloca_once_value(builder, same(lows, 0.0)) for _ in rows]
+    for own in products:
+        builder.store(same(FLOATS, 0.0), own)
+    for own in added:
+        builder.store(same(lows, 0.0), own)
+
+    def more(total: Any, a: Any, b: Any) -> None:
+        product = builder.fmul(a, b, flags=("contract",))
+        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+
+    with cgutils.for_range(builder, builder.udiv(width, number(form.weights))) as loop:
+        own = builder.gep(base, [builder.mul(loop.index, number(form.bytes))])
+        for line in range(0, form.bytes, LINE):
+            prefetch(builder, builder.gep(own, [number(_AHEAD + line)]))
+        block = form.read(builder, own)
+        along = builder.mul(loop.index, number(form.weights))
+        for (codes, scales, sums, weighted), total, lower in zip(begins, products, added, strict=True):
+            for part, (weights, scale) in enumerate(block.parts):
+                here = builder.add(along, number(PART * part))
+                whole = same(INTS, 0)
+                if form.offset:
+                    pair = load(builder, sums, builder.udiv(here, number(4)), ir.VectorType(INT, 2))
+                    pair = builder.mul(pair, same(pair.type, form.offset))
+                    whole = chosen(builder, pair, [0, 2, 2, 2, 1, 2, 2, 2], same(pair.type, 0))
+                by = load(builder, codes, here, CODES)
+                whole = multiply(builder, whole, weights, by, 8 if form.offset == 128 else 6)
+                unit = load(builder, scales, builder.udiv(here, number(8)), FLOAT)
+                more(total, builder.fmul(builder.sitofp(whole, FLOATS), splat(builder, unit)), scale)
+            if block.minima is not None:
+                more(lower, load(builder, weighted, builder.udiv(along, number(8)), lows), block.minima)
+    return [
+        builder.fadd(_added(builder, builder.load(total)), _added(builder, builder.load(lower)))
+        for total, lower in zip(products, added, strict=True)
+    ]
+
+
+def _added(builder: Any, vector: Any) -> Any:
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        lower, upper = (chosen(builder, vector, list(range(own, own + half))) for own in (0, half))
+        vector = builder.fadd(lower, upper)
+    return builder.extract_element(vector, ir.Constant(INT, 0))
+
+
+@cache
+def _loop(kind: int, form: str) -> Any:
+    size, weights = FORMATS[kind].bytes, FORMATS[kind].weights
+
+    @njit(nogil=True, cache=True)
+    def multiplied(
+        blocks: Any,
+        first: int,
+        last: int,
+        codes: Any,
+        scales: Any,
+        sums: Any,
+        weighted: Any,
+        count: int,
+        out: Any,
+    ) -> None:
+        """Rows `first` to `last` of the weights times all activations, to `out [M, rows]`."""
+        given, width = codes.shape
+        rows, length = out.shape[1], width // weights * size
+        rest = given // TOGETHER * TOGETHER
+        for tile in range(first, last, _TILE):
+            end = min(tile + _TILE, last)
+            for own in range(0, rest, TOGETHER):
+                for row in range(tile, end):
+                    _row(
+                        kind,
+                        form,
+                        TOGETHER,
+                        blocks,
+                        row * length,
+                        width,
+                        codes,
+                        scales,
+                        sums,
+                        weighted,
+                        own,
+                        out,
+                        own * rows + row,
+                        rows,
+                    )
+            for own in range(rest, given):
+                for row in range(tile, end):
+                    _row(
+                        kind,
+                        form,
+                        1,
+                        blocks,
+                        row * length,
+                        width,
+                        codes,
+                        scales,
+                        sums,
+                        weighted,
+                        own,
+                        out,
+                        own * rows + row,
+                        rows,
+                    )
+
+    return multiplied
+
+
+def multiply(x: Float32, blocks: Blocks, kind: int) -> Float32:
+    """`multiply_many` with one matrix."""
+    return multiply_many(x, [(blocks, kind)])[0]
+
+
+def multiply_many(x: Float32, matrices: Iterable[tuple[Blocks, int]]) -> list[Float32]:
+    """Products float32 `[M, rows]` of `x [M, K]` float32 with each of some matrices, given as their blocks,
+    uint8 `[rows, bytes of K weights]`, and ggml's number of their type. x is rounded to bytes once for all of
+    them, and the threads of the pool share all rows, so this is not to be called from one of them.
+
+    What is not finite in x, or in the scales of blocks, gives products that are not finite. Raises ModelError
+    as `checked` and `quantized`, and for rows of another number of weights than K.
+    """
+    matrices = list(matrices)
+    for blocks, kind in matrices:
+        form, width = checked(blocks, kind)
+        if width != x.shape[-1]:
+            raise ModelError(f"Rows of {width} weights in {form.name} cannot meet {x.shape[-1]} activations.")
+    given = quantized(x)
+    count, rows = len(x), len(given.codes)
+    outs = [np.empty((rows, len(blocks)), np.float32) for blocks, _ in matrices]
+    tasks = []
+    for (blocks, kind), out in zip(matrices, outs, strict=True):
+        loop, flat = _loop(kind, FORM), as_bytes(blocks)
+        step = max(1, min(_TASK // blocks.shape[1], -(-len(blocks) // threads.THREADS)))
+        for first in range(0, len(blocks), step):
+            last = min(first + step, len(blocks))
+            tasks.append(partial(loop, flat, first, last, *given, count, out))
+    shared = iter(tasks)  # a thread takes the next as it is ready: other work may slow one of them down
+
+    def work(_: int) -> None:
+        for task in shared:
+            task()
+
+    threads.run(work, range(max(1, min(threads.THREADS, len(tasks)))))
+    return [out[:count] for out in outs]

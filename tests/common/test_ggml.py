@@ -1,0 +1,173 @@
+"""Weights in GGUF's blocks: unpacked as the gguf package does, and multiplied where they lie."""
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+
+from offload_decode.common.errors import ModelError
+from offload_decode.common.rows import ggml_blocks, ggml_products
+from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
+from offload_decode.common.rows.ggml_products import multiply, multiply_many, quantized
+
+HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 12: [0, 2], 13: [0, 2], 14: [208]}  # bytes of float16
+KINDS = [pytest.param(kind, id=form.name) for kind, form in FORMATS.items()]
+OF_512 = 37  # rows, no multiple of what a thread or a tile takes
+
+
+def with_halves(blocks, kind, values):
+    """Blocks [rows, blocks of a row, bytes] with these float16 as scales and minima, as rows of bytes."""
+    for place in HALVES[kind]:
+        bits = np.broadcast_to(np.asarray(values, np.float16), blocks.shape[:2]).copy()
+        blocks[:, :, place : place + 2] = bits[..., None].view(np.uint8)
+    return blocks.reshape(len(blocks), blocks.shape[1] * blocks.shape[2])
+
+
+def random_blocks(kind, rows=OF_512, width=512, seed=0, scales=None):
+    rng = np.random.default_rng(seed)
+    form = FORMATS[kind]
+    blocks = rng.integers(0, 256, (rows, width // form.weights, form.bytes), dtype=np.uint8)
+    return with_halves(blocks, kind, rng.standard_normal(blocks.shape[:2]) if scales is None else scales)
+
+
+def unpacked(blocks, kind):
+    form = FORMATS[kind]
+    out = np.full((len(blocks), blocks.shape[1] // form.bytes * form.weights), np.nan, np.float32)
+    unpack(blocks, kind, out)
+    return out
+
+
+def activations(count, width=512, seed=1):
+    return np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpacked_weights_are_those_of_the_gguf_package(kind):
+    blocks = random_blocks(kind)
+    np.testing.assert_array_equal(
+        unpacked(blocks, kind), gguf.dequantize(blocks, gguf.GGMLQuantizationType(kind))
+    )
+
+
+@pytest.mark.parametrize("kind", [2, 3, 6, 7, 8])
+def test_quantized_weights_come_back(kind):
+    weights = activations(5)
+    blocks = gguf.quantize(weights, gguf.GGMLQuantizationType(kind))
+    found = unpacked(blocks, kind)
+    np.testing.assert_array_equal(found, gguf.dequantize(blocks, gguf.GGMLQuantizationType(kind)))
+    assert np.linalg.norm(found - weights) < 0.1 * np.linalg.norm(weights)
+
+
+@pytest.mark.parametrize("kind", [7, 14])
+def test_bfloat16_is_rounded_to_nearest_even(kind):
+    scales = np.full((OF_512, 512 // FORMATS[kind].weights), 1.001)
+    scales[0], scales[1], scales[2] = 6e-8, np.nan, np.inf  # subnormal, and what is no number
+    blocks = random_blocks(kind, scales=scales)
+    out = np.empty((OF_512, 512), np.uint16)
+    unpack(blocks, kind, out)
+    expected = unpacked(blocks, kind).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(out.view(ml_dtypes.bfloat16).astype("f"), expected.astype("f"))
+
+
+FORMS = [pytest.param((kind, ""), id=form.name) for kind, form in FORMATS.items()] + [
+    pytest.param((kind, form), id=f"{FORMATS[kind].name}-{form}")
+    for form in ggml_products.forms()[1:]
+    for kind in (8, 14)  # codes of eight bits, and the largest of fewer
+]
+
+
+@pytest.fixture(params=FORMS)
+def kind(request, monkeypatch):
+    number, form = request.param
+    monkeypatch.setattr(ggml_products, "FORM", form or ggml_products.FORM)
+    return number
+
+
+def test_products_are_those_of_the_rounded_activations(kind):
+    blocks = random_blocks(kind)
+    weights = unpacked(blocks, kind).T.astype(np.float64)
+    for count in (1, 2, 3, 5, 16):
+        x = activations(count)
+        codes, scales, *_ = quantized(x)
+        rounded = (codes.reshape(*scales.shape, 32) * scales[..., None]).reshape(-1, 512)[:count]
+        assert np.abs(rounded - x).max() <= 0.5001 * scales.max()
+        found = multiply(x, blocks, kind)
+        assert found.shape == (count, OF_512)
+        assert (np.abs(found - rounded @ weights) <= 1e-6 * (np.abs(rounded) @ np.abs(weights))).all()
+        assert np.linalg.norm(found - x @ weights) < 0.01 * np.linalg.norm(x @ weights)
+
+
+def test_whole_numbers_are_multiplied_exactly(kind):
+    x = np.random.default_rng(2).integers(-127, 128, (5, 512)).astype(np.float32)
+    x[:, ::32] = -127  # so that the scale of every part is 1
+    blocks = random_blocks(kind, scales=1)
+    np.testing.assert_array_equal(multiply(x, blocks, kind), x @ unpacked(blocks, kind).T.astype(np.float64))
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_codes_do_not_overflow(kind, byte, sign):
+    form = FORMATS[kind]
+    shape = 3, 512 // form.weights, form.bytes
+    blocks = with_halves(np.full(shape, byte, np.uint8), kind, 1)
+    x = np.full((4, 512), 127.0 * sign, np.float32)
+    np.testing.assert_allclose(multiply(x, blocks, kind), x @ unpacked(blocks, kind).T.astype("d"), rtol=1e-6)
+
+
+def test_matrices_that_share_activations_have_the_products_of_each():
+    matrices = [
+        (random_blocks(kind, rows, seed=rows), kind) for kind, rows in ((2, 3), (12, 700), (8, 1), (2, 0))
+    ]
+    x = activations(3)
+    for found, (blocks, kind) in zip(multiply_many(x, matrices), matrices, strict=True):
+        np.testing.assert_array_equal(found, multiply(x, blocks, kind))
+    assert multiply_many(x, []) == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_not_hidden(value):
+    x = activations(2)
+    x[1, 40] = value
+    found = multiply(x, random_blocks(8), 8)
+    assert np.isfinite(found[0]).all()
+    assert not np.isfinite(found[1]).any()
+    scales = np.ones((OF_512, 16))
+    scales[3, 2] = value
+    found = multiply(activations(1), random_blocks(8, scales=scales), 8)
+    assert not np.isfinite(found[0, 3])
+    assert np.isfinite(np.delete(found, 3)).all()
+
+
+def test_activations_of_nothing_give_nothing():
+    x = np.zeros((1, 512), np.float32)
+    x[0, 5] = 1e-45  # has no scale
+    assert not multiply(x, random_blocks(2), 2).any()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kind"),
+    [
+        (np.zeros((2, 34 * 16), np.uint8), 9),
+        (np.zeros((2, 34 * 16 + 1), np.uint8), 8),
+        (np.zeros((2, 0), np.uint8), 8),
+        (np.zeros((2, 34 * 16), np.int8), 8),
+        (np.zeros(34 * 16, np.uint8), 8),
+        (np.zeros((4, 34 * 16), np.uint8)[::2], 8),
+        (np.zeros((2, 34 * 15), np.uint8), 8),
+    ],
+)
+def test_blocks_of_another_size_or_type_are_refused(blocks, kind):
+    with pytest.raises(ModelError):
+        multiply(activations(1), blocks, kind)
+
+
+@pytest.mark.parametrize("x", [activations(1)[0], activations(2)[:, ::2], activations(1).astype(np.float64)])
+def test_other_activations_are_refused(x):
+    with pytest.raises(ModelError):
+        multiply(x, np.zeros((2, x.shape[-1] // 32 * 34), np.uint8), 8)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 511), "f"), ((1, 512), "f"), ((2, 512), "d")])
+def test_there_must_be_room_for_what_is_unpacked(shape, dtype):
+    with pytest.raises(ModelError):
+        ggml_blocks.unpack(np.zeros((2, 34 * 16), np.uint8), 8, np.empty(shape, dtype))
