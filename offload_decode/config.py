@@ -11,7 +11,9 @@ from offload_decode.common.errors import ConfigError
 OptionsT = TypeVar("OptionsT")
 
 ATTEND = ("auto", "host", "device", "pinned")
-WEIGHTS = ("auto", "full", "int8", "int4")
+FULL = "full"
+"""Weights in the model's dtype, those of a GGUF file too, which else stay in its blocks on a CPU."""
+WEIGHTS = ("auto", FULL, "int8", "int4")
 STREAMED = "streamed"
 """Weights that come to a card layer by layer, for a prefill alone (`models.layer_streaming`)."""
 
@@ -22,9 +24,10 @@ class EngineConfig:
 
     model: an id, a folder or a .gguf file, where it is not the one that the store names. selector, options:
     which stored tokens a step attends to, options as users write them. device: `auto`, `cpu`, `cuda` or
-    `cuda:N`. weights: `auto` (as prefilled), `full` (the checkpoint's own), `int8` or `int4`. attend: to
-    stored tokens on the `host`; on the `device`; there, reading them in `pinned` memory of the host; or where
-    that is fastest, `auto`. device_cache: bytes of the device that keep the stored rows used last.
+    `cuda:N`. weights: `auto` (as prefilled), `full` (the checkpoint's own, unpacked), `int8` or `int4`.
+    attend: to stored tokens on the `host`; on the `device`; there, reading them in `pinned` memory of the
+    host; or where that is fastest, `auto`. device_cache: bytes of the device that keep the stored rows used
+    last.
     """
 
     model: str | None = None
@@ -49,7 +52,7 @@ class EngineConfig:
 
     def weights_after(self, prefilled: str) -> str:
         """The weights to load (as `models.loading.load` takes them) for a store of `prefilled` weights."""
-        return {"auto": prefilled, "full": "auto"}.get(self.weights, self.weights)
+        return prefilled if self.weights == "auto" else self.weights
 
     def changed(self, settings: Mapping[str, Any]) -> EngineConfig:
         """With other settings; raises `ConfigError` for a name that is none."""

@@ -256,10 +256,7 @@ class Conversation:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        model = self.loaded.model
-        stated = (one.eos_token_id for one in (model.generation_config, model.config))
-        configured = next((one for one in stated if one is not None), ())
-        return frozenset([configured] if isinstance(configured, int) else configured)
+        return self.loaded.ends
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.hf.compat import class_of, text_of
-from offload_decode.models.gguf import SUFFIX, check_gguf
+from offload_decode.models.gguf import SUFFIX
+from offload_decode.models.gguf_cache import converted
 from offload_decode.models.prompt import is_failure
 from offload_decode.models.quantization import GGUF, check_packages, quantization_of
 from offload_decode.models.tokenizer_file import check_tokenizer
@@ -103,14 +104,13 @@ def stated_config(model_id: str) -> Any:
     source = source_of(model_id)
     with model_errors(f"cannot read the config of '{model_id}'"):
         if source.endswith(SUFFIX):
-            check_gguf(Path(source))
             check_packages(GGUF)
+            config = text_of(converted(Path(source)).config)
         else:
             folder = Path(source) if Path(source).is_dir() else Path(str(cached_file(source, CONFIG))).parent
             _check_files(folder)
             _check_sizes(_parsed(folder / CONFIG))
-        where, which = located(source)
-        config = text_of(AutoConfig.from_pretrained(where, trust_remote_code=False, **which))
+            config = text_of(AutoConfig.from_pretrained(source, trust_remote_code=False))
         stated = config.to_dict()
         # Families have other names for some sizes.
         named = {name: stated[own] for name, own in config.attribute_map.items() if own in stated}
@@ -127,6 +127,14 @@ def template_of(source: str) -> str | None:
     found = cached_file(source, TEMPLATE, _raise_exceptions_for_missing_entries=False)
     template = _parsed(Path(found)).get("chat_template") if found else None
     return template if isinstance(template, str) else None
+
+
+def small_files(source: str) -> list[Path]:
+    """What the folder of a checkpoint holds beside weights."""
+    from transformers.utils import cached_file
+
+    folder = Path(source) if Path(source).is_dir() else Path(str(cached_file(source, CONFIG))).parent
+    return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt"))
 
 
 def check_rules(source: str) -> None:

@@ -1,12 +1,14 @@
-"""The header of a GGUF file, looked at before a library reads it: bounded, of one piece, of sane sizes.
+"""The header of a GGUF file, read before a library reads the file: bounded, of one piece, of sane sizes.
 
 The form is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
+import math
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_decode.common.errors import ModelError
 from offload_decode.common.files import NotPlain, open_plain
@@ -16,20 +18,39 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_PAIRS, _MOST_TENSORS = 1 << 16, 1 << 20
 _MOST_TEXT, _MOST_LISTED, _MOST_BYTES = 1 << 26, 1 << 24, 1 << 29  # of a text, a list, all that is said
+_ALIGNMENT, _MOST_ALIGNMENT, _MOST_NUMBERS = 32, 1 << 20, 1 << 40
 _HEADS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length")
 _MOST_SIZE = {"block_count": 512, "embedding_length": 1 << 20, "vocab_size": 1 << 26}
 _MOST_SIZE |= dict.fromkeys(["feed_forward_length", "expert_feed_forward_length"], 1 << 22)
 _MOST_SIZE |= dict.fromkeys([*_HEADS, "expert_count", "expert_used_count"], 1 << 14)
 
 
-def check_gguf(path: Path) -> None:
-    """`ModelError` for a file that is no GGUF, one piece of several, cut off, or of absurd sizes."""
+class StoredTensor(NamedTuple):
+    """A tensor of a file: ggml's type, its shape as torch counts, rows first, and where its bytes begin."""
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself, by key (of lists of texts only how many there are), and its tensors."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file. `ModelError` where it is no GGUF, one piece of several, cut off, or of absurd
+    sizes.
+    """
     try:
         with os.fdopen(open_plain(path, follow=True), "rb") as file:
-            header = _Header(file, path.stat().st_size)
-            fields = header.pairs()
+            reader = _Reader(file, path.stat().st_size)
+            fields = reader.pairs()
             _check_sizes(fields)
-            header.check_tensors()
+            header = Header(fields, reader.tensors(fields.get("general.alignment", _ALIGNMENT)))
     except (NotPlain, ValueError, struct.error) as error:
         raise ModelError(f"{path} cannot be read as GGUF, because {error}: fetch it again") from error
     if fields.get("split.count", 0) > 1:
@@ -37,9 +58,10 @@ def check_gguf(path: Path) -> None:
             f"{path} is one of {fields['split.count']} pieces: join them with llama-gguf-split --merge, and "
             "give the whole"
         )
+    return header
 
 
-class _Header:
+class _Reader:
     """Reads from the start of a file on; ValueError where it says more than it holds."""
 
     def __init__(self, file: Any, size: int) -> None:
@@ -49,22 +71,29 @@ class _Header:
         """What the file says of itself; of lists of texts only how many there are."""
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin like one")
-        version, self.tensors, pairs = self._unpack("<IQQ")
+        version, self.count, pairs = self._unpack("<IQQ")
         if version not in (2, 3):
             raise ValueError(f"it is of version {version}, and 2 and 3 are read")
-        if pairs > _MOST_PAIRS or self.tensors > _MOST_TENSORS:
+        if pairs > _MOST_PAIRS or self.count > _MOST_TENSORS:
             raise ValueError("it says that it holds too many entries")
         return {self._text(): self._value(self._unpack("<I")[0]) for _ in range(pairs)}
 
-    def check_tensors(self) -> None:
-        for _ in range(self.tensors):
-            self._text()
+    def tensors(self, alignment: Any) -> dict[str, StoredTensor]:
+        """By name; their bytes begin at the next multiple of `alignment` behind the header."""
+        if type(alignment) is not int or not 0 < alignment <= _MOST_ALIGNMENT:
+            raise ValueError(f"its alignment is {alignment!s:.40}")
+        stated: list[tuple[str, int, tuple[int, ...], int]] = []
+        for _ in range(self.count):
+            name = self._text()
             (dimensions,) = self._unpack("<I")
             if dimensions > 4:
                 raise ValueError("a tensor has more than four dimensions")
-            *_, offset = self._unpack(f"<{dimensions}QIQ")
-            if offset >= self.size:
+            *sizes, kind, offset = self._unpack(f"<{dimensions}QIQ")
+            if math.prod(sizes) > _MOST_NUMBERS or offset >= self.size:
                 raise ValueError("it is cut off")
+            stated.append((name, kind, tuple(reversed(sizes)), offset))
+        start = -(-self.file.tell() // alignment) * alignment
+        return {name: StoredTensor(kind, shape, start + offset) for name, kind, shape, offset in stated}
 
     def _value(self, kind: int) -> Any:
         if kind in _NUMBERS:

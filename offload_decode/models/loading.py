@@ -4,9 +4,10 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from offload_decode import demo_models
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError, ModelError
 from offload_decode.common.memory import lifted
-from offload_decode.config import STREAMED
+from offload_decode.config import FULL, STREAMED
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device, stored_dtype
 from offload_decode.hf.hooks import activate
@@ -27,6 +28,8 @@ from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.hf.verify import check_equivalence, packs, shape_of
 from offload_decode.models import checkpoint, quantization
 from offload_decode.models.fingerprints import config_hash, note, tokenizer_hash, weights_hash
+from offload_decode.models.gguf import SUFFIX
+from offload_decode.models.gguf_cache import converted
 from offload_decode.models.layer_streaming import check_card, stream
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.quantized_loading import read_gguf, read_packed, whole_model
@@ -64,6 +67,24 @@ class LoadedModel:
     device: torch.device
     weights: str = "auto"
     streamed: bool = False
+    stated_ends: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer: those of the generation config, the config and the tokenizer, the
+        `stated_ends` of a GGUF file, and that by which the chat template closes an answer.
+        """
+        holders = self.model.generation_config, self.model.config, self.tokenizer
+        stated = [getattr(one, "eos_token_id", None) for one in holders]
+        lists = [[one] if isinstance(one, int) else one for one in stated if one is not None]
+        return frozenset([*chain(*lists), *self.stated_ends, *self._closing])
+
+    @cached_property
+    def _closing(self) -> tuple[int, ...]:
+        closing = None
+        with suppress(ModelError):  # a template that cannot be asked by, in a conversation of token ids
+            closing = None if self.tokenizer is None else self.prompt.closing(self.tokenizer)
+        return () if closing is None else (closing,)
 
     @cached_property
     def prompt(self) -> Prompt:
@@ -139,13 +160,13 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     """Load a shipped model, such as `demo`, a folder, a .gguf file or a transformers id, with its tokenizer.
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
-    `float32`. `weights` is `auto` (in that dtype), `streamed` (`models.layer_streaming`), `int8` or `int4`
-    (`models.quantization`): the model's hash is that of the checkpoint, so that it opens the checkpoint's
-    stores. A quantized checkpoint is read as it is published, and takes no `weights`. On the CPU weights are
-    memory-mapped, and copied only for another `dtype`. Raises `ModelError`, `UnsupportedModel` or
-    `ConfigError`.
+    `float32`. `weights` is `auto` (in that dtype; of a GGUF file on a CPU in its own blocks), `full` (in that
+    dtype), `streamed` (`models.layer_streaming`), `int8` or `int4` (`models.quantization`): the model's hash
+    is that of the checkpoint, so that it opens the checkpoint's stores. Another quantized checkpoint is read
+    as it is published, and takes no `weights`. On the CPU weights are memory-mapped, and copied only for
+    another `dtype`. Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, __version__
     from transformers.utils import logging
 
     check_dtype(dtype)
@@ -158,45 +179,59 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     if (stated := quantization.quantization_of(config)) is not None:
         quantization.check_weights_of(stated["quant_method"], weights)
         quantization.check_packages(stated["quant_method"])
-    where, which = checkpoint.located(source)
+    gguf = source.endswith(SUFFIX)
+    ends: tuple[int, ...] = ()
     with checkpoint.model_errors(f"cannot load the model '{model_id}'"):
         logging.disable_progress_bar()  # it would garble the caller's
-        if not which:
+        if gguf:
+            kept = converted(Path(source))
+            tokenizer, known, ends = kept.tokenizer, kept.tokenizer_hash, kept.ends
+        else:
             checkpoint.check_rules(source)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **which)
-        if tokenizer.chat_template is None and not which:
-            tokenizer.chat_template = checkpoint.template_of(source)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            if tokenizer.chat_template is None:
+                tokenizer.chat_template = checkpoint.template_of(source)
+            known = cached_fingerprint(
+                checkpoint.small_files(source),
+                f"tokenizer {FINGERPRINT_VERSION} {type(tokenizer).__name__} {__version__}",
+                lambda: tokenizer_hash(tokenizer),
+            )
         found = checkpoint.weight_files(source)
         with lifted(lambda: sum(path.stat().st_size for path in found)):
-            if which:
-                first = chosen_device if weights == "auto" else torch.device("cpu")
-                model, fingerprint = read_gguf(found[0], config, dtype, first)
+            if gguf:
+                first = chosen_device if weights in ("auto", FULL) else torch.device("cpu")
+                model, fingerprint = read_gguf(found[0], config, dtype, weights, first)
             elif stated is not None:
                 model, fingerprint = read_packed(source, found, config, stated, dtype, chosen_device)
             else:
                 model, fingerprint = _read_weights(source, found, config, dtype)
             if weights == STREAMED:
                 stream(model, chosen_device)
-            elif weights != "auto":
+            elif weights not in ("auto", FULL):
                 model = quantization.quantise(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
     # A name by which a store finds its model from any folder.
     if Path(model_id).is_dir() and model_id not in demo_models.NAMES:
         model_id = str(Path(model_id).resolve())
-    elif which:
+    elif gguf:
         model_id = str(Path(source).absolute())
-    loaded = wrap(model, tokenizer, model_id, fingerprint)
-    streamed = weights == STREAMED  # whose numbers are those of `auto`
-    return replace(loaded, streamed=streamed, weights="auto" if streamed else weights)
+    loaded = wrap(model, tokenizer, model_id, fingerprint, known)
+    numbers = "auto" if weights in (STREAMED, FULL) else weights
+    return replace(loaded, streamed=weights == STREAMED, weights=numbers, stated_ends=ends)
 
 
 def wrap(
-    model: Any, tokenizer: Any | None = None, model_id: str | None = None, fingerprint: str | None = None
+    model: Any,
+    tokenizer: Any | None = None,
+    model_id: str | None = None,
+    fingerprint: str | None = None,
+    tokenizer_fingerprint: str | None = None,
 ) -> LoadedModel:
     """Take a transformers model that is loaded already; its attention is switched to the registered function.
 
-    `fingerprint` is the `weights_hash` of the checkpoint, where the model no longer holds its weights.
+    `fingerprint` is the `weights_hash` of the checkpoint, where the model no longer holds its weights, and
+    `tokenizer_fingerprint` the `tokenizer_hash`, where it is known.
     Raises `UnsupportedModel` for an architecture that is not served exactly, and for a multimodal model.
     """
     check_alone(model.config)
@@ -212,7 +247,7 @@ def wrap(
         shape=shape,
         config_hash=hashed,
         weights_hash=fingerprint or weights_hash(model),
-        tokenizer_hash=tokenizer_hash(tokenizer),
+        tokenizer_hash=tokenizer_fingerprint or tokenizer_hash(tokenizer),
         rope=rope_parameters(model.config),
         lengths=lengths_of(model.config, model.base_model),
         dtype=dtype,

@@ -243,6 +243,12 @@ class Prompt:
         asked = [Piece(self.turn), Piece(question.strip(), users=True), Piece(self.again)]
         return encode_after(tokenizer, "", [*asked, *_begun(self.again, begun)])
 
+    def closing(self, tokenizer: Any) -> int | None:
+        """The special token by which the template closes an answer, where it does."""
+        special = special_tokens(tokenizer)
+        found = special and special.match(self.turn.lstrip())
+        return tokenizer.convert_tokens_to_ids(found[0]) if found else None
+
     @property
     def gap(self) -> tuple[str, str]:
         """The gap where it is stored, and where it is not."""

@@ -17,10 +17,10 @@ import torch
 
 from offload_decode.common.errors import ConfigError, ModelError, UnsupportedModel
 from offload_decode.common.memory import give_back
-from offload_decode.config import STREAMED
+from offload_decode.config import FULL, STREAMED
 
 _QUANT = "'offload-decode[quant]'"
-WEIGHTS = ("auto", STREAMED, "int8", "int4")
+WEIGHTS = ("auto", FULL, STREAMED, "int8", "int4")
 BLOCK = 64
 """Weights that share a scale in int4: a row holds whole blocks."""
 _ROWS = 32
@@ -90,7 +90,7 @@ def check_packages(method: str) -> None:
 
 def check_weights_of(method: str, weights: str) -> None:
     """`ConfigError` for `--weights` of a quantized checkpoint; GGUF is widened, and takes them."""
-    if method and method != GGUF and weights not in ("auto", "full"):
+    if method and method != GGUF and weights not in ("auto", FULL):
         raise ConfigError(
             f"weights {weights} are for checkpoints of whole weights, and this one's are in few bits already "
             f"({FORMATS[method].name}): leave --weights out"

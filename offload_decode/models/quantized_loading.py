@@ -13,6 +13,8 @@ from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.models import quantization
 from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
 from offload_decode.models.fingerprints import file_hash, files_hash
+from offload_decode.models.gguf_cache import converted
+from offload_decode.models.gguf_model import ARCHITECTURES, block_model
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 
@@ -81,18 +83,28 @@ def read_packed(
     return model, cached_fingerprint(files, known, lambda: files_hash(found, stated))
 
 
-def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tuple[Any, str]:
-    """The model of a GGUF file, widened to `dtype` (float32 for `auto`), and its fingerprint."""
+def read_gguf(path: Path, config: Any, dtype: str, weights: str, device: torch.device) -> tuple[Any, str]:
+    """The model of a GGUF file, in its own blocks on a CPU where `weights` are `auto` and its architecture
+    is known, or else widened to `dtype` (bfloat16 for `auto`); and its fingerprint.
+    """
+    wanted = DTYPES.get(dtype, torch.bfloat16)
+    kept = converted(path)
+    if weights == "auto" and device.type == "cpu" and kept.architecture in ARCHITECTURES:
+        model = block_model(path, kept, config, wanted)
+    else:
+        model = _widened(path, config, wanted, device)
+    known = f"file {FINGERPRINT_VERSION} {quantization.GGUF}"
+    return model, cached_fingerprint([path], known, lambda: file_hash(path))
+
+
+def _widened(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     import transformers
 
-    wide: dict[str, Any] = {"dtype": DTYPES.get(dtype, torch.float32), "device_map": {"": device}}
+    wide: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
     if hasattr(transformers, "GgufConfig"):  # later releases would keep the blocks, and fetch kernels
         wide["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with quantization.hushed():
-        model = whole_model(str(path), config=config, **wide)
-    return model, cached_fingerprint(
-        [path], f"file {FINGERPRINT_VERSION} {quantization.GGUF}", lambda: file_hash(path)
-    )
+        return whole_model(str(path), config=config, **wide)
 
 
 def _check_blocks(found: list[Path], stated: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The engine: answers, conversations, batches, and what it refuses."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from unittest.mock import patch
 
 import numpy as np
@@ -108,6 +108,14 @@ def test_an_end_token_ends_an_answer_and_is_not_part_of_it(engine):
     assert ended.tokens == tokens[: tokens.index(stop)]
     assert ended.finish == "stop"
     assert engine.answer_many(QUESTIONS[:1], max_new_tokens=10)[0].tokens == ended.tokens
+
+
+def test_a_checkpoint_names_its_ends_in_many_places(engine):
+    loaded = engine.loaded
+    loaded.model.generation_config.eos_token_id, loaded.model.config.eos_token_id = [101], 102
+    known = replace(loaded, stated_ends=(103, 104))
+    assert known.ends == {101, 102, 103, 104, loaded.tokenizer.eos_token_id}
+    assert replace(loaded, tokenizer=None).ends == {101, 102}
 
 
 def test_a_batch_runs_a_question_no_further_than_its_end(engine):

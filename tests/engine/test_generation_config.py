@@ -42,6 +42,7 @@ def generated(engine, question, **settings):
     """Token ids by transformers' own loop, without the end token."""
     inputs = engine.inputs(question)
     how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **settings}
+    how["eos_token_id"] = sorted(engine.end_tokens)  # those of the tokenizer and its template too
     out = engine.loaded.model.generate(**inputs, **how)
     tokens = out[0, inputs["input_ids"].shape[1] :].tolist()
     return tuple(tokens[:-1] if tokens[-1] in engine.end_tokens else tokens)

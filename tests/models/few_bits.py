@@ -143,34 +143,45 @@ def _by_transformers(folder: Path, asked: Any, **how: Any) -> Path:
     return saved(AutoModelForCausalLM.from_pretrained(source, quantization_config=asked, **how), folder)
 
 
-def gguf(folder: Path) -> Path:
-    """A file in Q8_0 with its tokenizer; the vocabulary has two merges, without which there is none."""
-    from gguf import GGMLQuantizationType, GGUFWriter, quants
+def gguf(folder: Path, architecture: str = "llama", form: str = "Q8_0", **more: Any) -> Path:
+    """A file in one form with its tokenizer; the vocabulary has two merges, without which there is none."""
+    from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
-    model, merges = text_model(**SIZES), ["a b", "c d"]
+    merges = ["a b", "c d"]
+    sizes = SIZES | ({"head_dim": 128} if architecture == "qwen3" else {})  # transformers reads no other
+    model, kind = text_model(family=architecture, **sizes), GGMLQuantizationType[form]
+    layers = model.config.num_hidden_layers
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, layers)
     words = sorted(tiny_tokenizer().get_vocab().items(), key=lambda item: item[1])
     vocabulary = [word for word, _ in words] + [merge.replace(" ", "") for merge in merges]
     folder.mkdir(parents=True)
-    file = GGUFWriter(folder / "tiny-Q8_0.gguf", "llama")
-    stated: dict[str, Any] = {"context_length": 4096, "embedding_length": 64, "block_count": 3}
+    file = GGUFWriter(folder / f"tiny-{form}.gguf", architecture)
+    dim = getattr(model.config, "head_dim", None) or 16
+    stated: dict[str, Any] = {"context_length": 4096, "embedding_length": 64, "block_count": layers}
     stated |= {"vocab_size": len(vocabulary), "feed_forward_length": 64, "head_count": 4, "head_count_kv": 2}
-    stated |= {"key_length": 16, "value_length": 16, "rope_dimension_count": 16, "rope_freq_base": 1e4}
+    stated |= {"key_length": dim, "value_length": dim, "rope_dimension_count": dim, "rope_freq_base": 1e4}
     stated |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tokenizer_model": "gpt2"}
     stated |= {"tokenizer_pre": "default", "layer_norm_rms_eps": 1e-6, "token_merges": merges}
     stated |= {"token_list": vocabulary, "token_types": [3] * 3 + [1] * (len(vocabulary) - 3)}
-    for field, value in stated.items():
+    if "gemma" in architecture:
+        stated["sliding_window"] = 16
+    for field, value in (stated | more).items():
         getattr(file, f"add_{field}")(value)
     for name, weight in model.state_dict().items():
-        array, form = _as_gguf(name, weight), GGMLQuantizationType.Q8_0
+        array = _as_gguf(name, weight, architecture)
+        stem, _, suffix = name.rpartition(".")
+        if names.get_name(stem) is None:  # the output layer of those that share the table
+            continue
         if array.ndim == 2:
-            file.add_tensor(_gguf_name(name), quants.quantize(array, form), raw_dtype=form)
+            file.add_tensor(f"{names.get_name(stem)}.{suffix}", quants.quantize(array, kind), raw_dtype=kind)
         else:
-            file.add_tensor(_gguf_name(name), array)
+            file.add_tensor(f"{names.get_name(stem)}.{suffix}", array)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
     file.close()
-    return folder / "tiny-Q8_0.gguf"
+    return folder / f"tiny-{form}.gguf"
 
 
 def _packed(folder: Path, pack: Any, stated: dict[str, Any], ends: Any = "proj.weight") -> Path:
@@ -202,21 +213,15 @@ def _joined(codes: Tensor, order: Any) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
 
 
-def _as_gguf(name: str, weight: Tensor) -> np.ndarray:
-    """As llama.cpp has it: rotary pairs side by side, and rows for the merged tokens."""
+def _as_gguf(name: str, weight: Tensor, architecture: str) -> np.ndarray:
+    """As llama.cpp has it: rows for the merged tokens, Llama's rotary pairs side by side, Gemma's norms with
+    the one that is added to them.
+    """
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         weight = torch.cat([weight, weight[-2:]])
+    if "gemma" in architecture and name.endswith("norm.weight"):
+        weight = weight + 1
     heads = 4 if "q_proj" in name else 2 if "k_proj" in name else 0
-    if heads:
+    if heads and architecture == "llama":
         weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
     return weight.numpy()
-
-
-def _gguf_name(name: str) -> str:
-    attention = [(f"self_attn.{letter}_proj", f"attn_{letter}") for letter in "qkv"]
-    attention += [("self_attn.o_proj", "attn_output"), ("post_attention_layernorm", "ffn_norm")]
-    network = [(f"mlp.{part}_proj", f"ffn_{part}") for part in ("gate", "up", "down")]
-    rest = [("input_layernorm", "attn_norm"), ("model.embed_tokens", "token_embd"), ("model.layers", "blk")]
-    for ours, theirs in [*attention, *network, *rest, ("model.norm", "output_norm"), ("lm_head", "output")]:
-        name = name.replace(ours, theirs)
-    return name

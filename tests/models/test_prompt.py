@@ -5,6 +5,7 @@ passed on.
 
 import copy
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -116,7 +117,16 @@ def test_a_further_question_has_the_tokens_that_it_has_behind_an_answer(kind, an
     ids = encode(tokenizer, text)
     following = prompt.next(tokenizer, question)
     assert ids[-len(following) :] == following
-    assert following[0] == tokenizer.eos_token_id
+    assert following[0] == prompt.closing(tokenizer) == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("turn", ["<|next|>user", "\n <|next|>", "user <|next|>", "", "next"])
+def test_a_template_closes_an_answer_by_the_special_token_behind_it(turn):
+    tokenizer = tokenizer_of("byte level")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|next|>"]})
+    closes = turn.strip().startswith("<|next|>")
+    prompt = replace(prompt_for(tokenizer), turn=turn)
+    assert prompt.closing(tokenizer) == (tokenizer.convert_tokens_to_ids("<|next|>") if closes else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -118,5 +118,5 @@ def test_a_missing_library_and_an_unknown_name_are_sentences(folder: Path, monke
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"offload-decode\[quant\]"):
         load(str(folder / "model"), "cpu", weights="int8")
-    with pytest.raises(ConfigError, match="choose one of: auto, streamed, int8, int4"):
+    with pytest.raises(ConfigError, match="choose one of: auto, full, streamed, int8, int4"):
         load(str(folder / "model"), "cpu", weights="int3")

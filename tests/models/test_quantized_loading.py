@@ -49,7 +49,7 @@ PACKED_ALREADY = [kind for kind in MADE if kind != "gguf"]
 # torch compiles BitNet's layers when they first run.
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind == "bitnet" else []) for kind in MADE]
 IN_BF16 = {"bitsandbytes-4": 0.02, "bitsandbytes-4-twice": 0.02}
-ROUNDED = {"bitsandbytes-8": 0.1, "bitnet": 0.1, **IN_BF16}
+ROUNDED = {"bitsandbytes-8": 0.1, "bitnet": 0.1, "gguf": 0.02, **IN_BF16}
 """They round their inputs too, to 8 bits or, on processors that multiply in bf16, to that; what is near then
 turns either way. By how much, of the length of the logits.
 """

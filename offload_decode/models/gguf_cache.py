@@ -1,0 +1,207 @@
+"""What opening a GGUF file computes, kept in the user's cache: config, tokenizer, where tensors lie.
+
+transformers makes a config and a tokenizer from the header in 10 to 30 seconds. A file is known by its
+identity (`indexes.verified`): a changed or moved one is converted anew.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_decode.common.errors import ModelError
+from offload_decode.hf.compat import class_of, text_of
+from offload_decode.hf.meta_device import Unfilled
+from offload_decode.indexes.verified import cache_folder, identity, settled
+from offload_decode.models.fingerprints import tokenizer_hash
+from offload_decode.models.gguf import Header, StoredTensor, read_header
+
+LOG = logging.getLogger(__name__)
+KEPT = 16
+"""Most files whose headers are kept, of up to 15 MB each; the least recently used go first."""
+_FORM = 1
+_CONFIG, _TOKENIZER, _RECORD = "config.json", "tokenizer.json", "gguf.json"
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ENDS_OF_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""What models write behind a text. Headers name one end of texts, or of turns, as theirs."""
+_SIDES = ("padding_side", "truncation_side", "clean_up_tokenization_spaces", "model_max_length")
+
+
+class Converted:
+    """The config and the tokenizer of a GGUF file as transformers makes them, and the header's tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def config(self) -> Any:
+        """transformers' config."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.folder, local_files_only=True)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer."""
+        from transformers import PreTrainedTokenizerFast
+
+        file = str(self.folder / _TOKENIZER)
+        return PreTrainedTokenizerFast(tokenizer_file=file, **self._record["tokenizer"])
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return str(self._record["tokenizer_hash"])
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer: those that the file states, and its ends of texts."""
+        return tuple(self._record["ends"])
+
+    @property
+    def architecture(self) -> str:
+        """As the file names it."""
+        return str(self._record["architecture"])
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of tensors by transformers' names of the weights."""
+        return dict(self._record["names"])
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The file's tensors by name."""
+        stated = self._record["tensors"].items()
+        return {name: StoredTensor(kind, tuple(shape), start) for name, (kind, shape, start) in stated}
+
+    @cached_property
+    def _record(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.folder / _RECORD).read_text(encoding="utf-8"))
+        return record
+
+
+_known: dict[str, Converted] = {}
+
+
+def converted(path: Path) -> Converted:
+    """What is kept of a file, which is converted at first sight. Raises `ModelError` as `read_header`.
+
+    Where the cache cannot be written, a folder that goes with this process takes its place.
+    """
+    seen = identity(path)
+    if seen is None:
+        raise ModelError(f"{path} cannot be read: give another file")
+    versions = [version("transformers"), version("tokenizers"), _FORM]
+    name = hashlib.sha256(json.dumps([versions, seen]).encode()).hexdigest()
+    if name in _known:
+        return _known[name]
+    folder = headers_folder() / name
+    if (folder / _RECORD).is_file():
+        with suppress(OSError):  # a read-only cache
+            os.utime(folder)
+    elif not settled(seen) or not _kept(path, folder):
+        return _known.setdefault(name, _passing(path))
+    return _known.setdefault(name, Converted(folder))
+
+
+def headers_folder() -> Path:
+    """Where the headers of GGUF files are kept."""
+    return cache_folder() / "gguf"
+
+
+def _kept(path: Path, folder: Path) -> bool:
+    """Whether the file is converted into `folder`; not where the cache is read-only or full."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _beside(folder) as made:
+            _convert(path, made)
+            with suppress(OSError):  # another process was faster
+                made.rename(folder)
+        _forget(folder.parent)
+        return (folder / _RECORD).is_file()
+    except OSError as error:
+        LOG.info("%s is not kept: %s", path.name, error)
+        return False
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+_temporary: list[tempfile.TemporaryDirectory[str]] = []  # each removed as the process ends
+
+
+def _passing(path: Path) -> Converted:
+    _temporary.append(tempfile.TemporaryDirectory(prefix="offload-decode-"))
+    folder = Path(_temporary[-1].name)
+    _convert(path, folder)
+    return Converted(folder)
+
+
+def _forget(parent: Path) -> None:
+    found = sorted(
+        (own for own in parent.iterdir() if own.name[0] != "."), key=lambda own: own.stat().st_mtime
+    )
+    for oldest in found[:-KEPT]:
+        shutil.rmtree(oldest, ignore_errors=True)
+
+
+def _convert(path: Path, folder: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    header = read_header(path)
+    LOG.info("reading the header of %s, once on this machine: ten to thirty seconds …", path.name)
+    given = {"pretrained_model_name_or_path": str(path.absolute().parent), "gguf_file": path.name}
+    config = AutoConfig.from_pretrained(**given)
+    tokenizer = AutoTokenizer.from_pretrained(**given, trust_remote_code=False)
+    config.to_json_file(folder / _CONFIG)
+    (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
+    arguments = {name: getattr(tokenizer, name) for name in _SIDES if hasattr(tokenizer, name)}
+    arguments |= {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
+    fields = (header.fields.get(f"tokenizer.ggml.{name}") for name in _ENDS)
+    ends = {end for end in fields if type(end) is int and 0 <= end < len(tokenizer)}
+    special = tokenizer.added_tokens_decoder.items()
+    ends |= {number for number, token in special if token.special and str(token) in _ENDS_OF_TEXTS}
+    record = {
+        "architecture": header.fields["general.architecture"],
+        "names": _names(header, text_of(config)),
+        "ends": sorted(ends),
+        "tensors": header.tensors,
+        "tokenizer": arguments,
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+    }
+    (folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _names(header: Header, config: Any) -> dict[str, str]:
+    """gguf's own table of names, asked for those of transformers' weights."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    number = architectures.get(header.fields["general.architecture"])
+    if number is None:
+        return {}
+    with Unfilled(), torch.device("meta"):
+        model = class_of(config)(config)
+    known = get_tensor_name_map(number, config.num_hidden_layers)
+    found = {}
+    for name in model.state_dict():
+        stem, _, suffix = name.rpartition(".")
+        own = f"{known.get_name(stem)}.{suffix}"
+        if own in header.tensors:
+            found[name] = own
+    return found

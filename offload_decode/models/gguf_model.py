@@ -1,0 +1,197 @@
+"""The model of a GGUF file on a CPU: its weights stay in the file's blocks, mapped, and are multiplied there.
+
+A few rows are multiplied as they come, rounded to 8 bits (`common.rows.ggml_products`). For a long pass the
+weights of a layer are unpacked, a tile at a time, into what the processor multiplies fastest.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from offload_decode.common.errors import ModelError
+from offload_decode.common.rows.compiled import features
+from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
+from offload_decode.common.rows.ggml_products import multiply
+from offload_decode.hf.compat import class_of
+from offload_decode.models.gguf import StoredTensor
+from offload_decode.models.gguf_cache import Converted
+from offload_decode.models.quantization import hushed
+
+Blocks = npt.NDArray[np.uint8]
+
+FEW_ROWS = 32
+"""Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles."""
+_TILE = 8 << 20  # bytes of an unpacked tile: what stays in the cache of a processor, or nearly
+_BF16 = ("avx512bf16", "amx-bf16", "bf16")  # instructions by which products of bfloat16 are the fastest
+# How llama.cpp's converter changes weights of these architectures; others are widened by transformers.
+_PERMUTED, _NORMS_WITH_ONE = ("llama",), ("gemma2", "gemma3")
+ARCHITECTURES = (*_PERMUTED, *_NORMS_WITH_ONE, "qwen2", "qwen3")
+
+
+class BlockLinear(nn.Module):
+    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`."""
+
+    def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
+        super().__init__()
+        self.blocks, self.kind = blocks, kind
+        self.out_features = len(blocks)
+        self.in_features = blocks.shape[1] // FORMATS[kind].bytes * FORMATS[kind].weights
+        self.bias = bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, self.in_features)
+        if len(rows) <= FEW_ROWS:
+            out = torch.from_numpy(multiply(rows.float().numpy(), self.blocks, self.kind))
+        else:
+            out = self._by_tiles(rows)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
+
+    def _by_tiles(self, rows: Tensor) -> Tensor:
+        dtype = (
+            torch.bfloat16
+            if rows.dtype is torch.bfloat16 and not features().isdisjoint(_BF16)
+            else torch.float32
+        )
+        rows = rows.to(dtype)
+        step = max(1, _TILE // (self.in_features * dtype.itemsize))
+        tile = torch.empty(min(step, self.out_features), self.in_features, dtype=dtype)
+        out = torch.empty(len(rows), self.out_features, dtype=dtype)
+        for start in range(0, self.out_features, step):
+            own = self.blocks[start : start + step]
+            unpack(own, self.kind, _numbers(tile[: len(own)]))
+            torch.mm(rows, tile[: len(own)].T, out=out[:, start : start + len(own)])
+        return out
+
+
+class BlockEmbedding(nn.Embedding):
+    """A table of embeddings whose rows are blocks, unpacked as they are looked up."""
+
+    blocks: Blocks
+    kind: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = np.ascontiguousarray(self.blocks[input.reshape(-1).numpy()])
+        out = torch.empty(len(found), self.embedding_dim)
+        unpack(found, self.kind, _numbers(out))
+        return out.to(self.weight.dtype).reshape(*input.shape, self.embedding_dim)
+
+
+def _numbers(out: Tensor) -> npt.NDArray[Any]:
+    """A view for `unpack`."""
+    return out.view(torch.uint16).numpy() if out.dtype is torch.bfloat16 else out.numpy()
+
+
+def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtype) -> Any:
+    """The model of a text config with the weights of a file whose architecture is one of `ARCHITECTURES`.
+
+    Raises `ModelError` where the file lacks weights, or holds those of another shape.
+    """
+    file = _File(path, converted)
+    kind = class_of(config)
+
+    def with_blocks(self: Any, *given: Any, **named: Any) -> None:
+        kind.__init__(self, *given, **named)
+        _put_blocks(self, file, dtype)
+
+    given: Any = type(kind.__name__, (kind,), {"__init__": with_blocks, "__module__": kind.__module__})
+    tied, config.tie_word_embeddings = config.tie_word_embeddings, False  # two views of the same blocks
+    with hushed():
+        model, report = given.from_pretrained(
+            None, config=config, state_dict=file.whole(dtype), dtype=dtype, output_loading_info=True
+        )
+    if missing := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):
+        raise ModelError(
+            f"the weights of {path} lack {len(missing)} of those that it tells of, {missing[0]} among them: "
+            "fetch it again"
+        )
+    model.__class__ = kind
+    model.config.tie_word_embeddings = tied
+    return model
+
+
+class _File:
+    """The tensors of a file by transformers' names."""
+
+    def __init__(self, path: Path, converted: Converted) -> None:
+        self.path, self.architecture = path, converted.architecture
+        self.bytes: Blocks = np.memmap(path, np.uint8, "r")
+        self.tensors = {own: converted.tensors[name] for own, name in converted.names.items()}
+        self.heads = converted.config.num_attention_heads, converted.config.num_key_value_heads
+
+    def in_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Blocks, int] | None:
+        """The blocks of a weight and their type; None where it is not there, or is not in blocks."""
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.kind not in FORMATS:
+            return None
+        form = FORMATS[tensor.kind]
+        if tensor.shape != shape or shape[1] % form.weights:
+            raise ModelError(
+                f"{name} of {self.path} has the shape {tensor.shape}, not {shape}: fetch it again"
+            )
+        width = shape[1] // form.weights * form.bytes
+        blocks = self._bytes(tensor, shape[0] * width).reshape(shape[0], width)
+        return self._in_order(name, blocks), tensor.kind
+
+    def whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights that are not in blocks, or are no matrices."""
+        return {
+            name: self._widened(name, tensor).to(dtype)
+            for name, tensor in self.tensors.items()
+            if tensor.kind not in FORMATS or len(tensor.shape) != 2
+        }
+
+    def _widened(self, name: str, tensor: StoredTensor) -> Tensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+        kind = GGMLQuantizationType(tensor.kind)
+        weights, size = GGML_QUANT_SIZES[kind]
+        *rows, width = tensor.shape or (1,)
+        held = self._bytes(tensor, int(np.prod(rows, dtype=np.int64)) * width // weights * size)
+        wide = dequantize(held.reshape(*rows, -1), kind)
+        if self.architecture in _NORMS_WITH_ONE and name.endswith("norm.weight"):
+            wide = wide - 1
+        return torch.from_numpy(np.array(self._in_order(name, wide), np.float32))
+
+    def _in_order(self, name: str, rows: Any) -> Any:
+        """Rows as transformers has them: llama.cpp puts two that are rotated together side by side."""
+        queries = ".q_proj." in name
+        if self.architecture not in _PERMUTED or not (queries or ".k_proj." in name):
+            return rows
+        heads = self.heads[0] if queries else self.heads[1]
+        pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+    def _bytes(self, tensor: StoredTensor, size: int) -> Blocks:
+        if tensor.start + size > len(self.bytes):
+            raise ModelError(f"{self.path} is cut off: fetch it again")
+        return self.bytes[tensor.start : tensor.start + size]
+
+
+def _put_blocks(model: Any, file: _File, dtype: torch.dtype) -> None:
+    """Replace the linear layers and the table of embeddings whose weights are in blocks."""
+    table, output = model.get_input_embeddings(), model.get_output_embeddings()
+    for path, module in list(model.named_modules()):
+        name = f"{path}.weight"
+        if module is output and name not in file.tensors:  # which is the table
+            name = next(f"{own}.weight" for own, other in model.named_modules() if other is table)
+        if type(module) is nn.Linear:
+            if found := file.in_blocks(name, (module.out_features, module.in_features)):
+                parent, _, own = path.rpartition(".")
+                setattr(model.get_submodule(parent), own, BlockLinear(*found, module.bias))
+        elif module is table and (
+            found := file.in_blocks(name, (module.num_embeddings, module.embedding_dim))
+        ):
+            module.blocks, module.kind = found
+            del module.weight
+            own = type(module)
+            bases = (BlockEmbedding,) if own is nn.Embedding else (own, BlockEmbedding)
+            module.__class__ = type(own.__name__, bases, {})
+            # Some ask for its dtype; transformers leaves it alone as it sets up what else the module has.
+            module.weight = torch.empty(0, module.embedding_dim, dtype=dtype, device="cpu")
+            module.weight._is_hf_initialized = True

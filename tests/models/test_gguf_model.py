@@ -1,0 +1,136 @@
+"""A GGUF file's weights stay in its blocks, with transformers' own numbers; its header is converted once."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from offload_decode.common.errors import ModelError
+from offload_decode.models import gguf_cache
+from offload_decode.models.fingerprints import config_hash, tokenizer_hash
+from offload_decode.models.gguf_cache import converted, headers_folder
+from offload_decode.models.gguf_model import ARCHITECTURES, FEW_ROWS, BlockEmbedding, BlockLinear
+from offload_decode.models.loading import load
+from tests.models import few_bits
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    home = tmp_path_factory.mktemp("gguf")
+    return cache(lambda name, form="Q8_0": few_bits.gguf(home / f"{name}-{form}", name, form))
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_cache, "_known", {})
+    monkeypatch.setattr(gguf_cache, "settled", lambda seen: True)
+    return tmp_path / "cache"
+
+
+def logits(model: Any, tokens: int) -> torch.Tensor:
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 250, (1, tokens)))
+    with torch.inference_mode():
+        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits.float()
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_its_numbers_are_those_of_transformers(made: Any, name: str) -> None:
+    file = made(name)
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    ours = load(str(file), "cpu", "float32")
+    layers = [type(layer) for layer in ours.model.modules()]
+    assert layers.count(BlockLinear) == 7 * ours.model.config.num_hidden_layers + 1
+    assert isinstance(ours.model.get_input_embeddings(), BlockEmbedding)
+    assert sum(weight.numel() for weight in ours.model.parameters()) < 64 * 64, "norms alone"
+    # A long pass is unpacked and exact; of a short one inputs are rounded to 8 bits.
+    assert (logits(ours.model, FEW_ROWS + 8) - logits(theirs, FEW_ROWS + 8)).abs().max() < 1e-4
+    short = logits(theirs, 5)
+    assert 0 < (logits(ours.model, 5) - short).norm() < 0.02 * short.norm()
+    assert (ours.config_hash, ours.tokenizer_hash) == (
+        config_hash(AutoConfig.from_pretrained(file.parent, gguf_file=file.name)),
+        tokenizer_hash(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)),
+    )
+
+
+def test_whole_weights_are_not_rounded_for(made: Any) -> None:
+    file = made("llama")
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    ours = load(str(file), "cpu", "float32", "full")
+    assert (logits(ours.model, 5) - logits(theirs, 5)).abs().max() < 1e-4
+    assert ours.weights == "auto"
+    assert ours.weights_hash == load(str(file), "cpu").weights_hash
+
+
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_forms_of_32_weights(made: Any, form: str) -> None:
+    file = made("qwen2", form)
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    assert (logits(load(str(file), "cpu", "float32").model, 40) - logits(theirs, 40)).abs().max() < 1e-4
+
+
+def test_without_a_dtype_it_is_bfloat16(made: Any) -> None:
+    loaded = load(str(made("gemma3")), "cpu")
+    assert loaded.dtype == "bfloat16"
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
+    theirs = load(str(made("gemma3")), "cpu", weights="full")
+    assert (logits(loaded.model, 40) - logits(theirs.model, 40)).norm() < 0.02 * logits(
+        theirs.model, 40
+    ).norm()
+
+
+def test_a_header_is_converted_once(made: Any, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, asked = made("llama"), []
+    convert = gguf_cache._convert
+    monkeypatch.setattr(gguf_cache, "_convert", lambda *given: asked.append(given) or convert(*given))
+    first = load(str(file), "cpu")
+    monkeypatch.setattr(gguf_cache, "_known", {})  # another process
+    again = load(str(file), "cpu")
+    assert len(asked) == 1
+    text = "The fox, it's 12 é字 </s>\n"
+    assert first.tokenizer.encode(text) == again.tokenizer.encode(text)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert theirs.encode(text) == again.tokenizer.encode(text)
+    assert again.tokenizer_hash == tokenizer_hash(again.tokenizer)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(made: Any, empty_cache: Path) -> None:
+    empty_cache.write_text("no folder")
+    assert load(str(made("llama")), "cpu").tokenizer.encode("ab")
+    assert not list(headers_folder().glob("*"))
+
+
+def test_no_more_headers_are_kept_than_so_many(
+    made: Any, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gguf_cache, "KEPT", 2)
+    for number in range(4):
+        converted(Path(shutil.copy(made("llama"), tmp_path / f"{number}.gguf")))
+    kept = [path.name for path in headers_folder().iterdir()]
+    assert len(kept) == 2
+    assert not [name for name in kept if name.startswith(".")]
+
+
+def test_a_file_whose_tensors_lie_beyond_its_end_is_refused(
+    made: Any, empty_cache: Path, tmp_path: Path
+) -> None:
+    whole = made("llama")
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(whole.read_bytes())
+    folder = converted(file).folder
+    record = json.loads((folder / "gguf.json").read_text())
+    name = record["names"]["model.layers.0.mlp.up_proj.weight"]
+    record["tensors"][name][2] = file.stat().st_size - 10
+    (folder / "gguf.json").write_text(json.dumps(record))
+    gguf_cache._known.clear()
+    with pytest.raises(ModelError, match="cut off"):
+        load(str(file), "cpu")
