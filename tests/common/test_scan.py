@@ -124,7 +124,7 @@ def test_numba_settings_decide_the_instructions(
     monkeypatch.setattr(config, "CPU_FEATURES", named, raising=False)
     assert compiled.features() == found
     assert set(dot4.forms()) == found & {"avx2", "avx512vnni"} | {"vectors"}
-    assert compiled._converts() or "f16c" not in found
+    assert compiled.converts() or "f16c" not in found
 
 
 def test_code_for_any_processor_runs(tmp_path: Path) -> None:

@@ -75,13 +75,13 @@ def _convert(_: Any, bits: Any) -> Any:
 converted: Any = intrinsic(_convert)
 
 
-def _converts() -> bool:
+def converts() -> bool:
     """Whether the processor has the instruction; without it LLVM calls a library that may be missing."""
     on_x86 = platform.machine() in ("x86_64", "AMD64")
     return not on_x86 or "f16c" in features()
 
 
-half_to_single: Any = converted if _converts() else multiplied
+half_to_single: Any = converted if converts() else multiplied
 
 
 @njit(nogil=True, cache=True, forceinline=True)

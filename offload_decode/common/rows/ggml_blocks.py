@@ -1,8 +1,8 @@
 """Weights in GGUF's quantised blocks: how codes, scales and minima lie in each format, and unpacking them.
 
-A row of K weights is K / W blocks of W weights. Every format is read here 32 weights at a time, as unsigned
-codes of up to 8 bits, one scale for each 16 or 32 of them, and an offset that is subtracted from every code
-(symmetric formats) or a minimum that is added to 32 weights. A weight is scale · (code - offset) + minimum.
+A row of K weights is K / W blocks of W weights. Every format is read here 32 weights at a time, as codes that
+are signed bytes, one scale for each 16 or 32 of them, and in some formats a minimum for each 32: a weight is
+scale · code + minimum. Where codes are stored with something added, that is subtracted as they are read.
 Layouts: ggml-common.h of https://github.com/ggml-org/ggml, and dequantize_row_* of its ggml-quants.c.
 """
 
@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from offload_decode.common.errors import ModelError
 from offload_decode.common.rows import threads
-from offload_decode.common.rows.compiled import _converts
+from offload_decode.common.rows.compiled import converts
 from offload_decode.common.rows.loops import prefetch
 
 Blocks = npt.NDArray[np.uint8]
@@ -36,7 +36,7 @@ FLOATS = ir.VectorType(FLOAT, LANES)
 
 
 class Part(NamedTuple):
-    """Emitted values of 32 weights: codes <32 x i8>, and scales <8 x float>, those of each four codes."""
+    """Emitted values of 32 weights: codes <32 x i8>, signed, and scales <8 x float>, of each four codes."""
 
     codes: Any
     scales: Any
@@ -51,12 +51,12 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A block: its weights and bytes, what its codes are less, and how it is read from a pointer to it."""
+    """A block: its weights and bytes, whether codes are below 0, and how it is read from a pointer to it."""
 
     name: str
     weights: int
     bytes: int
-    offset: int
+    signed: bool
     read: Callable[[Any, Any], Block]
 
     @property
@@ -94,22 +94,22 @@ def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
     return chosen(builder, single, [0] * lanes)
 
 
-def _half(builder: Any, base: Any, offset: int) -> Any:
-    """The float16 there as float32, exactly."""
-    bits = load(builder, base, offset, SHORT)
-    if _converts():
-        return builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT)
+def _halves(builder: Any, base: Any, offset: int, lanes: int = LANES) -> Any:
+    """The float16 there as float32 in every lane, exactly. It is spread before it is converted, which takes
+    an instruction less.
+    """
+    bits = splat(builder, load(builder, base, offset, SHORT), lanes)
+    kind, ints = ir.VectorType(FLOAT, lanes), ir.VectorType(INT, lanes)
+    if converts():
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), kind)
     # As `compiled.multiplied`: one multiplication moves the exponent, of subnormals too.
-    number = partial(ir.Constant, INT)
-    wide = builder.zext(bits, INT)
-    magnitude = builder.shl(builder.and_(wide, number(0x7FFF)), number(13))
-    moved = builder.bitcast(
-        builder.fmul(builder.bitcast(magnitude, FLOAT), ir.Constant(FLOAT, 2.0**112)), INT
-    )
-    endless = builder.icmp_unsigned(">=", magnitude, number(0x0F800000))
-    moved = builder.or_(moved, builder.select(endless, number(0x7F800000), number(0)))
-    sign = builder.shl(builder.and_(wide, number(0x8000)), number(16))
-    return builder.bitcast(builder.or_(moved, sign), FLOAT)
+    wide = builder.zext(bits, ints)
+    magnitude = builder.shl(builder.and_(wide, same(ints, 0x7FFF)), same(ints, 13))
+    moved = builder.bitcast(builder.fmul(builder.bitcast(magnitude, kind), same(kind, 2.0**112)), ints)
+    endless = builder.icmp_unsigned(">=", magnitude, same(ints, 0x0F800000))
+    moved = builder.or_(moved, builder.select(endless, same(ints, 0x7F800000), same(ints, 0)))
+    sign = builder.shl(builder.and_(wide, same(ints, 0x8000)), same(ints, 16))
+    return builder.bitcast(builder.or_(moved, sign), kind)
 
 
 def _nibbles(builder: Any, base: Any, offset: int) -> Any:
@@ -143,16 +143,17 @@ def _small(fifth: bool, minimum: bool) -> Callable[[Any, Any], Block]:
         codes = _nibbles(builder, base, high + (4 if fifth else 0))
         if fifth:
             codes = builder.or_(codes, _fifth(builder, base, high))
-        scales = splat(builder, _half(builder, base, 0))
-        return Block([Part(codes, scales)], splat(builder, _half(builder, base, 2), 1) if minimum else None)
+        if not minimum:
+            codes = builder.sub(codes, same(CODES, 16 if fifth else 8))
+        minima = _halves(builder, base, 2, 1) if minimum else None
+        return Block([Part(codes, _halves(builder, base, 0))], minima)
 
     return read
 
 
 def _eight(builder: Any, base: Any) -> Block:
-    """Q8_0: a scale and signed bytes, to which 128 is added here."""
-    codes = builder.xor(load(builder, base, 2, CODES), same(CODES, 0x80))
-    return Block([Part(codes, splat(builder, _half(builder, base, 0)))], None)
+    """Q8_0: a scale and signed bytes."""
+    return Block([Part(load(builder, base, 2, CODES), _halves(builder, base, 0))], None)
 
 
 def _six_bits(builder: Any, base: Any, offset: int) -> tuple[Any, Any]:
@@ -181,8 +182,8 @@ def _large(fifth: bool) -> Callable[[Any, Any], Block]:
 
     def read(builder: Any, base: Any) -> Block:
         scales, minima = _six_bits(builder, base, 4)
-        scales = builder.fmul(scales, splat(builder, _half(builder, base, 0)))
-        minima = builder.fmul(minima, splat(builder, _half(builder, base, 2)))
+        scales = builder.fmul(scales, _halves(builder, base, 0))
+        minima = builder.fmul(minima, _halves(builder, base, 2))
         bits = load(builder, base, 16, CODES) if fifth else None
         parts = []
         for part in range(8):
@@ -200,7 +201,7 @@ def _six(builder: Any, base: Any) -> Block:
     """Q6_K: 128 bytes of low halves, 64 of high bits, sixteen signed scales, and the scale of these."""
     whole = load(builder, base, 192, ir.VectorType(BYTE, 16))
     floats = ir.VectorType(FLOAT, 16)
-    scales = builder.fmul(builder.sitofp(whole, floats), splat(builder, _half(builder, base, 208), 16))
+    scales = builder.fmul(builder.sitofp(whole, floats), _halves(builder, base, 208, 16))
     parts = []
     for part in range(8):
         half, quarter = divmod(part, 4)
@@ -208,19 +209,20 @@ def _six(builder: Any, base: Any) -> Block:
         bits = load(builder, base, 128 + PART * half, CODES)
         low = _moved(builder, lows, -4 * (quarter // 2), 0x0F)
         codes = builder.or_(low, _moved(builder, bits, 4 - 2 * quarter, 0x30))
+        codes = builder.sub(codes, same(CODES, 32))
         parts.append(Part(codes, chosen(builder, scales, [2 * part] * 4 + [2 * part + 1] * 4)))
     return Block(parts, None)
 
 
 FORMATS = {
-    2: Format("Q4_0", 32, 18, 8, _small(fifth=False, minimum=False)),
-    3: Format("Q4_1", 32, 20, 0, _small(fifth=False, minimum=True)),
-    6: Format("Q5_0", 32, 22, 16, _small(fifth=True, minimum=False)),
-    7: Format("Q5_1", 32, 24, 0, _small(fifth=True, minimum=True)),
-    8: Format("Q8_0", 32, 34, 128, _eight),
-    12: Format("Q4_K", 256, 144, 0, _large(fifth=False)),
-    13: Format("Q5_K", 256, 176, 0, _large(fifth=True)),
-    14: Format("Q6_K", 256, 210, 32, _six),
+    2: Format("Q4_0", 32, 18, True, _small(fifth=False, minimum=False)),
+    3: Format("Q4_1", 32, 20, False, _small(fifth=False, minimum=True)),
+    6: Format("Q5_0", 32, 22, True, _small(fifth=True, minimum=False)),
+    7: Format("Q5_1", 32, 24, False, _small(fifth=True, minimum=True)),
+    8: Format("Q8_0", 32, 34, True, _eight),
+    12: Format("Q4_K", 256, 144, False, _large(fifth=False)),
+    13: Format("Q5_K", 256, 176, False, _large(fifth=True)),
+    14: Format("Q6_K", 256, 210, True, _six),
 }
 
 
@@ -274,9 +276,8 @@ def _emit_block(_: Any, kind: Any, blocks: Any, start: Any, out: Any, place: Any
             prefetch(builder, builder.gep(base, [ir.Constant(LONG, _AHEAD + line)]))
         parts, minima = form.read(builder, base)
         for number, (codes, scales) in enumerate(parts):
-            whole = builder.sub(codes, same(CODES, form.offset))
             for eight in range(0, PART, LANES):
-                some = chosen(builder, whole, list(range(eight, eight + LANES)))
+                some = chosen(builder, codes, list(range(eight, eight + LANES)))
                 wider = builder.sitofp(some, FLOATS)
                 # Multiplied and added apart, as ggml's own code does: one fused operation rounds otherwise.
                 weights = builder.fmul(wider, chosen(builder, scales, [eight // 4] * LANES))

@@ -1,10 +1,10 @@
 """Products of float activations with weights in GGUF's quantised blocks, read where they lie.
 
 Activations are rounded to signed bytes, one float32 scale for each 32 of them (their largest magnitude by
-127, as ggml's own Q8_0), so that the products of a part of 32 weights are whole numbers: unsigned codes times
-signed bytes. AVX-512 and AVX VNNI multiply and add 32 of them in one instruction, AVX2 in two or four, and
-plain vector operations serve all other processors; the whole sums of all forms are equal. What codes are
-offset by, and minima, are multiplied by sums of the activations, which are added up once for all weights.
+127, as ggml's own Q8_0), so that products of codes are whole numbers, and their sums the same on every
+processor. AVX-512 and AVX VNNI multiply and add 32 codes in one instruction, AVX2 in two, of which the first
+is unsigned: the sign of a code moves to the activation. Plain vector operations serve all other processors.
+Minima are multiplied by sums of the activations, which are added up once for all weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +48,7 @@ from offload_decode.common.rows.loops import prefetch
 Float32 = npt.NDArray[np.float32]
 
 TOGETHER = 4  # rows of activations that share the unpacked codes
+_PARTS = 4  # at least so many in a round of the loop
 _AHEAD = 2048  # bytes of blocks
 _TASK = 1 << 19  # bytes of blocks: some tens of microseconds, beside which taking a task is nothing
 _TILE = 16  # rows of weights that meet four rows of activations while these are in the nearest cache
@@ -56,18 +57,17 @@ _TILE = 16  # rows of weights that meet four rows of activations while these are
 class Activations(NamedTuple):
     """Rows of activations as signed bytes, with zeros behind up to a number of rows that loops take.
 
-    `codes` int8 `[R, K]`, `scales` float32 `[R, K / 32]`, `sums` int32 `[R, K / 16]` of sixteen codes each,
-    negative, and `weighted` float32 `[R, K / 32]`, the sums of 32 codes times their scale.
+    `codes` int8 `[R, K]` of -127 to 127, `scales` float32 `[R, K / 32]`, and `sums` float32 `[R, K / 32]`:
+    what 32 codes times their scale add up to.
     """
 
     codes: npt.NDArray[np.int8]
     scales: Float32
-    sums: npt.NDArray[np.int32]
-    weighted: Float32
+    sums: Float32
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any, weighted: Any) -> None:
+def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any) -> None:
     for row in range(x.shape[0]):
         for part in range(x.shape[1] // PART):
             most = np.uint32(0)  # of the bits: NaN is above infinity, and infinity above all numbers
@@ -76,16 +76,14 @@ def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any, weighted: A
             largest = np.uint32(most).view(np.float32)
             by = np.float32(127) / largest
             usable = np.float32(0) < by < np.float32(np.inf)  # zeros, or nearly so, become zeros
-            for half in range(2):
-                total = np.int32(0)
-                for place in range(part * PART + 16 * half, part * PART + 16 * half + 16):
-                    code = np.int32(np.rint(x[row, place] * by)) if usable else np.int32(0)
-                    codes[row, place] = code
-                    total += code
-                sums[row, 2 * part + half] = -total
+            total = np.int32(0)
+            for place in range(part * PART, part * PART + PART):
+                code = np.int32(np.rint(x[row, place] * by)) if usable else np.int32(0)
+                codes[row, place] = code
+                total += code
             scale = largest / np.float32(127)
             scales[row, part] = scale
-            weighted[row, part] = -scale * np.float32(sums[row, 2 * part] + sums[row, 2 * part + 1])
+            sums[row, part] = scale * np.float32(total)
 
 
 def quantized(x: Float32) -> Activations:
@@ -105,39 +103,45 @@ def quantized(x: Float32) -> Activations:
     given = Activations(
         made((rows, width), np.int8),
         made((rows, parts), np.float32),
-        made((rows, 2 * parts), np.int32),
         made((rows, parts), np.float32),
     )
     _quantize(x, x.view(np.uint32), *given)
     return given
 
 
-def _with_vnni(builder: Any, sums: Any, codes: Any, by: Any, bits: int) -> Any:
-    function = builder.module.declare_intrinsic(
-        "llvm.x86.avx512.vpdpbusd.256", (), ir.FunctionType(INTS, [INTS] * 3)
-    )
-    return builder.call(function, [sums, builder.bitcast(codes, INTS), builder.bitcast(by, INTS)])
+def _called(builder: Any, name: str, kind: Any, *given: Any) -> Any:
+    """An instruction by LLVM's name: a value of this kind from others."""
+    form = ir.FunctionType(kind, [value.type for value in given])
+    return builder.call(builder.module.declare_intrinsic(name, (), form), given)
 
 
-def _with_avx2(builder: Any, sums: Any, codes: Any, by: Any, bits: int) -> Any:
-    """The first step adds two products up in 16 bits, which those of codes up to 128 fit: the highest of
-    eight bits is multiplied apart.
-    """
+def _unsigned(builder: Any, codes: Any, by: Any) -> tuple[Any, Any]:
+    """Codes without their signs, and activations times these. 128, of -128, is right as an unsigned byte."""
+    magnitude = _called(builder, "llvm.abs.v32i8", CODES, codes, ir.Constant(ir.IntType(1), 0))
+    return magnitude, _called(builder, "llvm.x86.avx2.psign.b", CODES, by, codes)
+
+
+def _with_vnni(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
+    if signed:
+        codes, by = _unsigned(builder, codes, by)
+    codes, by = (builder.bitcast(value, INTS) for value in (codes, by))
+    return _called(builder, "llvm.x86.avx512.vpdpbusd.256", INTS, same(INTS, 0), codes, by)
+
+
+def _with_avx2(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
+    """The first step adds two products up in 16 bits, which those of codes up to 128 just fit."""
+    if signed:
+        codes, by = _unsigned(builder, codes, by)
     shorts = ir.VectorType(SHORT, 16)
-    declare = builder.module.declare_intrinsic
-    pairs = declare("llvm.x86.avx2.pmadd.ub.sw", (), ir.FunctionType(shorts, [CODES] * 2))
-    fours = declare("llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(INTS, [shorts] * 2))
-    for mask in (0x7F, 0x80) if bits == 8 else (0xFF,):
-        product = builder.call(pairs, [builder.and_(codes, same(CODES, mask)), by])
-        sums = builder.add(sums, builder.call(fours, [product, same(shorts, 1)]))
-    return sums
+    pairs = _called(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, codes, by)
+    return _called(builder, "llvm.x86.avx2.pmadd.wd", INTS, pairs, same(shorts, 1))
 
 
-def _with_vectors(builder: Any, sums: Any, codes: Any, by: Any, bits: int) -> Any:
+def _with_vectors(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
+    sums = same(INTS, 0)
     for place in range(4):
         lanes = list(range(place, PART, 4))
-        code = builder.zext(chosen(builder, codes, lanes), INTS)
-        own = builder.sext(chosen(builder, by, lanes), INTS)
+        code, own = (builder.sext(chosen(builder, value, lanes), INTS) for value in (codes, by))
         sums = builder.add(sums, builder.mul(code, own))
     return sums
 
@@ -166,7 +170,6 @@ def _emit_row(
     codes: Any,
     scales: Any,
     sums: Any,
-    weighted: Any,
     first: Any,
     out: Any,
     place: Any,
@@ -182,90 +185,91 @@ def _emit_row(
         _, _, _, base, start, width, *activations, first, out, place, step = pointers(
             context, builder, signature, given
         )
-        rows = [builder.add(first, ir.Constant(LONG, number)) for number in range(count)]
-        totals = _sums(builder, form, multiply, builder.gep(base, [start]), width, activations, rows)
-        for number, total in enumerate(totals):
-            own = builder.add(place, builder.mul(step, ir.Constant(LONG, number)))
-            builder.store(total, at(builder, out, builder.mul(own, ir.Constant(LONG, 4)), FLOAT))
+        number = partial(ir.Constant, LONG)
+        rows = [builder.add(first, number(own)) for own in range(count)]
+        # Bytes of a row of codes, of scales and of sums: one a weight, and an eighth.
+        begins = [
+            [
+                builder.gep(start, [builder.mul(row, builder.udiv(width, number(by)))])
+                for start, by in zip(activations, (1, 8, 8), strict=True)
+            ]
+            for row in rows
+        ]
+        totals = _totals(builder, form, multiply, builder.gep(base, [start]), width, begins)
+        for own, total in enumerate(totals):
+            here = builder.add(place, builder.mul(step, number(own)))
+            builder.store(total, at(builder, out, builder.mul(here, number(4)), FLOAT))
         return context.get_dummy_value()
 
-    given = (
-        kind,
-        name,
-        together,
-        blocks,
-        start,
-        width,
-        codes,
-        scales,
-        sums,
-        weighted,
-        first,
-        out,
-        place,
-        step,
-    )
-    return types.void(*given), generate
+    return types.void(
+        kind, name, together, blocks, start, width, codes, scales, sums, first, out, place, step
+    ), (generate)
 
 
 _row: Any = intrinsic(prefer_literal=True)(_emit_row)
 
 
-def _sums(
+def _totals(
     builder: Any,
     form: Format,
     multiply: Callable[..., Any],
     base: Any,
     width: Any,
-    activations: Sequence[Any],
-    rows: Sequence[Any],
+    activations: Sequence[Sequence[Any]],
 ) -> list[Any]:
-    """What the products of the row of weights at `base` with each of the rows of activations add up to."""
+    """What the products of the row of weights at `base` with each row of activations add up to."""
     number = partial(ir.Constant, LONG)
-    # Bytes of a row of codes, scales, sums and weighted: one, an eighth, a quarter and an eighth a weight.
-    begins = [
-        [
-            builder.gep(start, [builder.mul(row, builder.udiv(width, number(by)))])
-            for start, by in zip(activations, (1, 8, 4, 8), strict=True)
-        ]
-        for row in rows
-    ]
     lows = ir.VectorType(FLOAT, form.parts)
-    products = [cgutils.alloca_once_value(builder, same(FLOATS, 0.0)) for _ in rows]
-    added = [cgutils.alloca_once_value(builder, same(lows, 0.0)) for _ in rows]
-    for own in products:
-        builder.store(same(FLOATS, 0.0), own)
-    for own in added:
-        builder.store(same(lows, 0.0), own)
+    # A sum waits for its last addition, so one row of activations has two that take parts in turns.
+    turns = 2 if len(activations) == 1 else 1
+    products = [[_variable(builder, FLOATS) for _ in range(turns)] for _ in activations]
+    added = [_variable(builder, lows) for _ in activations]
 
     def more(total: Any, a: Any, b: Any) -> None:
         product = builder.fmul(a, b, flags=("contract",))
         builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
 
-    with cgutils.for_range(builder, builder.udiv(width, number(form.weights))) as loop:
-        own = builder.gep(base, [builder.mul(loop.index, number(form.bytes))])
-        for line in range(0, form.bytes, LINE):
-            prefetch(builder, builder.gep(own, [number(_AHEAD + line)]))
-        block = form.read(builder, own)
-        along = builder.mul(loop.index, number(form.weights))
-        for (codes, scales, sums, weighted), total, lower in zip(begins, products, added, strict=True):
-            for part, (weights, scale) in enumerate(block.parts):
+    def one(block: Any, turn: int) -> None:
+        own = builder.gep(base, [builder.mul(block, number(form.bytes))])
+        read = form.read(builder, own)
+        along = builder.mul(block, number(form.weights))
+        for (codes, scales, sums), totals, lower in zip(activations, products, added, strict=True):
+            for part, (weights, scale) in enumerate(read.parts):
                 here = builder.add(along, number(PART * part))
-                whole = same(INTS, 0)
-                if form.offset:
-                    pair = load(builder, sums, builder.udiv(here, number(4)), ir.VectorType(INT, 2))
-                    pair = builder.mul(pair, same(pair.type, form.offset))
-                    whole = chosen(builder, pair, [0, 2, 2, 2, 1, 2, 2, 2], same(pair.type, 0))
-                by = load(builder, codes, here, CODES)
-                whole = multiply(builder, whole, weights, by, 8 if form.offset == 128 else 6)
-                unit = load(builder, scales, builder.udiv(here, number(8)), FLOAT)
-                more(total, builder.fmul(builder.sitofp(whole, FLOATS), splat(builder, unit)), scale)
-            if block.minima is not None:
-                more(lower, load(builder, weighted, builder.udiv(along, number(8)), lows), block.minima)
-    return [
-        builder.fadd(_added(builder, builder.load(total)), _added(builder, builder.load(lower)))
-        for total, lower in zip(products, added, strict=True)
-    ]
+                whole = multiply(builder, weights, load(builder, codes, here, CODES), form.signed)
+                unit = splat(builder, load(builder, scales, builder.udiv(here, number(8)), FLOAT))
+                more(totals[(turn + part) % turns], builder.fmul(builder.sitofp(whole, FLOATS), unit), scale)
+            if read.minima is not None:
+                more(lower, load(builder, sums, builder.udiv(along, number(8)), lows), read.minima)
+
+    def several(first: Any, count: int) -> None:
+        for line in range(0, count * form.bytes, LINE):
+            ahead = builder.add(builder.mul(first, number(form.bytes)), number(_AHEAD + line))
+            prefetch(builder, builder.gep(base, [ahead]))
+        for other in range(count):
+            one(builder.add(first, number(other)), other)
+
+    blocks, count = builder.udiv(width, number(form.weights)), max(1, _PARTS // form.parts)
+    groups = builder.udiv(blocks, number(count))
+    with cgutils.for_range(builder, groups) as loop:
+        several(builder.mul(loop.index, number(count)), count)
+    if count > 1:
+        with cgutils.for_range(builder, builder.urem(blocks, number(count))) as loop:
+            several(builder.add(builder.mul(groups, number(count)), loop.index), 1)
+    sums = []
+    for totals, lower in zip(products, added, strict=True):
+        total = builder.load(totals[0])
+        for other in totals[1:]:
+            total = builder.fadd(total, builder.load(other))
+        sums.append(builder.fadd(_added(builder, total), _added(builder, builder.load(lower))))
+    return sums
+
+
+def _variable(builder: Any, kind: Any) -> Any:
+    """Zeros to add to, in a register; set where it stands, as it may stand in a loop."""
+    total = cgutils.alloca_once(builder, kind)
+    builder.store(same(kind, 0.0), total)
+    return total
 
 
 def _added(builder: Any, vector: Any) -> Any:
@@ -288,7 +292,6 @@ def _loop(kind: int, form: str) -> Any:
         codes: Any,
         scales: Any,
         sums: Any,
-        weighted: Any,
         count: int,
         out: Any,
     ) -> None:
@@ -310,7 +313,6 @@ def _loop(kind: int, form: str) -> Any:
                         codes,
                         scales,
                         sums,
-                        weighted,
                         own,
                         out,
                         own * rows + row,
@@ -328,7 +330,6 @@ def _loop(kind: int, form: str) -> Any:
                         codes,
                         scales,
                         sums,
-                        weighted,
                         own,
                         out,
                         own * rows + row,
