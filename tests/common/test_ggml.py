@@ -88,7 +88,7 @@ def test_products_are_those_of_the_rounded_activations(kind):
     weights = unpacked(blocks, kind).T.astype(np.float64)
     for count in (1, 2, 3, 5, 16):
         x = activations(count)
-        codes, scales, _ = quantized(x)
+        codes, scales, *_ = quantized(x)
         rounded = (codes.reshape(*scales.shape, 32) * scales[..., None]).reshape(-1, 512)[:count]
         assert np.abs(rounded - x).max() <= 0.5001 * scales.max()
         found = multiply(x, blocks, kind)

@@ -1,8 +1,9 @@
 """Weights in GGUF's quantised blocks: how codes, scales and minima lie in each format, and unpacking them.
 
-A row of K weights is K / W blocks of W weights. Every format is read here 32 weights at a time, as codes that
-are signed bytes, one scale for each 16 or 32 of them, and in some formats a minimum for each 32: a weight is
-scale · code + minimum. Where codes are stored with something added, that is subtracted as they are read.
+A row of K weights is K / W blocks of W weights. Every format is read here 32 weights at a time, as codes of
+one byte, one scale for each 16 or 32 of them, and mostly a minimum for each scale: a weight is scale · code +
+minimum. Formats that take a number off their codes have that many scales below 0 as their minimum, which is
+the same: a scale of float16, or some integers times it, has so few bits that nothing is rounded.
 Layouts: ggml-common.h of https://github.com/ggml-org/ggml, and dequantize_row_* of its ggml-quants.c.
 """
 
@@ -35,29 +36,38 @@ INTS = ir.VectorType(INT, LANES)
 FLOATS = ir.VectorType(FLOAT, LANES)
 
 
-class Part(NamedTuple):
-    """Emitted values of 32 weights: codes <32 x i8>, signed, and scales <8 x float>, of each four codes."""
+class Parts(NamedTuple):
+    """Emitted values of n parts of 32 weights: for each its codes <32 x i8>; scales, one or two for each,
+    <n x float> or <2 n x float>; and as many minima, or None.
+    """
 
-    codes: Any
+    codes: list[Any]
     scales: Any
-
-
-class Block(NamedTuple):
-    """Emitted values of a block: its parts, and a minimum <n x float> for each of the n parts, or None."""
-
-    parts: list[Part]
     minima: Any
+
+    @property
+    def each(self) -> int:
+        """Scales of a part."""
+        return int(self.scales.type.count) // len(self.codes)
+
+    def scale(self, builder: Any, part: int, scales: Any = None) -> Any:
+        """Of each four codes of a part, <8 x float>: its own scales, or others in their order."""
+        lanes = [part * self.each] * 4 + [part * self.each + self.each - 1] * 4
+        return chosen(builder, self.scales if scales is None else scales, lanes)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A block: its weights and bytes, whether codes are below 0, and how it is read from a pointer to it."""
+    """A block: its weights, bytes and scales, whether its codes are signed, and how blocks are read from
+    pointers to them. Blocks of more than one part are read one at a time.
+    """
 
     name: str
     weights: int
     bytes: int
+    scales: int
     signed: bool
-    read: Callable[[Any, Any], Block]
+    read: Callable[[Any, list[Any]], Parts]
 
     @property
     def parts(self) -> int:
@@ -94,22 +104,23 @@ def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
     return chosen(builder, single, [0] * lanes)
 
 
-def _halves(builder: Any, base: Any, offset: int, lanes: int = LANES) -> Any:
-    """The float16 there as float32 in every lane, exactly. It is spread before it is converted, which takes
-    an instruction less.
-    """
-    bits = splat(builder, load(builder, base, offset, SHORT), lanes)
-    kind, ints = ir.VectorType(FLOAT, lanes), ir.VectorType(INT, lanes)
+def _halves(builder: Any, bases: list[Any], offset: int) -> Any:
+    """The float16 at each place as float32, exactly."""
+    lanes = len(bases)
+    halves, floats, ints = (ir.VectorType(of, lanes) for of in (SHORT, FLOAT, INT))
+    bits = ir.Constant(halves, ir.Undefined)
+    for lane, base in enumerate(bases):
+        bits = builder.insert_element(bits, load(builder, base, offset, SHORT), ir.Constant(INT, lane))
     if converts():
-        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), kind)
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), floats)
     # As `compiled.multiplied`: one multiplication moves the exponent, of subnormals too.
     wide = builder.zext(bits, ints)
     magnitude = builder.shl(builder.and_(wide, same(ints, 0x7FFF)), same(ints, 13))
-    moved = builder.bitcast(builder.fmul(builder.bitcast(magnitude, kind), same(kind, 2.0**112)), ints)
+    moved = builder.bitcast(builder.fmul(builder.bitcast(magnitude, floats), same(floats, 2.0**112)), ints)
     endless = builder.icmp_unsigned(">=", magnitude, same(ints, 0x0F800000))
     moved = builder.or_(moved, builder.select(endless, same(ints, 0x7F800000), same(ints, 0)))
     sign = builder.shl(builder.and_(wide, same(ints, 0x8000)), same(ints, 16))
-    return builder.bitcast(builder.or_(moved, sign), kind)
+    return builder.bitcast(builder.or_(moved, sign), floats)
 
 
 def _nibbles(builder: Any, base: Any, offset: int) -> Any:
@@ -135,25 +146,27 @@ def _moved(builder: Any, codes: Any, left: int, mask: int) -> Any:
     return builder.and_(builder.bitcast(wide, CODES), same(CODES, mask))
 
 
-def _small(fifth: bool, minimum: bool) -> Callable[[Any, Any], Block]:
+def _small(fifth: bool, minimum: bool) -> Callable[[Any, list[Any]], Parts]:
     """Q4_0, Q4_1, Q5_0, Q5_1: a scale, a minimum, the fifth bits, 16 bytes of low and high halves."""
 
-    def read(builder: Any, base: Any) -> Block:
-        high = 4 if minimum else 2
-        codes = _nibbles(builder, base, high + (4 if fifth else 0))
-        if fifth:
-            codes = builder.or_(codes, _fifth(builder, base, high))
-        if not minimum:
-            codes = builder.sub(codes, same(CODES, 16 if fifth else 8))
-        minima = _halves(builder, base, 2, 1) if minimum else None
-        return Block([Part(codes, _halves(builder, base, 0))], minima)
+    def read(builder: Any, bases: list[Any]) -> Parts:
+        high, parts = 4 if minimum else 2, []
+        for base in bases:
+            codes = _nibbles(builder, base, high + (4 if fifth else 0))
+            if fifth:
+                codes = builder.or_(codes, _fifth(builder, base, high))
+            parts.append(codes)
+        scales = _halves(builder, bases, 0)
+        if minimum:
+            return Parts(parts, scales, _halves(builder, bases, 2))
+        return Parts(parts, scales, builder.fmul(scales, same(scales.type, -16 if fifth else -8)))
 
     return read
 
 
-def _eight(builder: Any, base: Any) -> Block:
+def _eight(builder: Any, bases: list[Any]) -> Parts:
     """Q8_0: a scale and signed bytes."""
-    return Block([Part(load(builder, base, 2, CODES), _halves(builder, base, 0))], None)
+    return Parts([load(builder, base, 2, CODES) for base in bases], _halves(builder, bases, 0), None)
 
 
 def _six_bits(builder: Any, base: Any, offset: int) -> tuple[Any, Any]:
@@ -175,15 +188,17 @@ def _six_bits(builder: Any, base: Any, offset: int) -> tuple[Any, Any]:
     return eight(scales, lows), eight(minima, builder.lshr(lows, number(4)))
 
 
-def _large(fifth: bool) -> Callable[[Any, Any], Block]:
+def _large(fifth: bool) -> Callable[[Any, list[Any]], Parts]:
     """Q4_K, Q5_K: a scale of scales, one of minima, both in six bits a part, fifth bits, halves of bytes. 32
     bytes have a part in their low halves and the next in the high ones; bit j of 32 others is of part j.
     """
 
-    def read(builder: Any, base: Any) -> Block:
-        scales, minima = _six_bits(builder, base, 4)
-        scales = builder.fmul(scales, _halves(builder, base, 0))
-        minima = builder.fmul(minima, _halves(builder, base, 2))
+    def read(builder: Any, bases: list[Any]) -> Parts:
+        (base,) = bases
+        scales, minima = (
+            builder.fmul(six, chosen(builder, _halves(builder, bases, place), [0] * LANES))
+            for six, place in zip(_six_bits(builder, base, 4), (0, 2), strict=True)
+        )
         bits = load(builder, base, 16, CODES) if fifth else None
         parts = []
         for part in range(8):
@@ -191,17 +206,17 @@ def _large(fifth: bool) -> Callable[[Any, Any], Block]:
             codes = _moved(builder, pairs, -4 * (part % 2), 0x0F)
             if fifth:
                 codes = builder.or_(codes, _moved(builder, bits, 4 - part, 0x10))
-            parts.append(Part(codes, chosen(builder, scales, [part] * LANES)))
-        return Block(parts, builder.fneg(minima))
+            parts.append(codes)
+        return Parts(parts, scales, builder.fneg(minima))
 
     return read
 
 
-def _six(builder: Any, base: Any) -> Block:
+def _six(builder: Any, bases: list[Any]) -> Parts:
     """Q6_K: 128 bytes of low halves, 64 of high bits, sixteen signed scales, and the scale of these."""
-    whole = load(builder, base, 192, ir.VectorType(BYTE, 16))
-    floats = ir.VectorType(FLOAT, 16)
-    scales = builder.fmul(builder.sitofp(whole, floats), _halves(builder, base, 208, 16))
+    (base,) = bases
+    whole = builder.sitofp(load(builder, base, 192, ir.VectorType(BYTE, 16)), ir.VectorType(FLOAT, 16))
+    scales = builder.fmul(whole, chosen(builder, _halves(builder, bases, 208), [0] * 16))
     parts = []
     for part in range(8):
         half, quarter = divmod(part, 4)
@@ -209,20 +224,19 @@ def _six(builder: Any, base: Any) -> Block:
         bits = load(builder, base, 128 + PART * half, CODES)
         low = _moved(builder, lows, -4 * (quarter // 2), 0x0F)
         codes = builder.or_(low, _moved(builder, bits, 4 - 2 * quarter, 0x30))
-        codes = builder.sub(codes, same(CODES, 32))
-        parts.append(Part(codes, chosen(builder, scales, [2 * part] * 4 + [2 * part + 1] * 4)))
-    return Block(parts, None)
+        parts.append(codes)
+    return Parts(parts, scales, builder.fmul(scales, same(scales.type, -32)))
 
 
 FORMATS = {
-    2: Format("Q4_0", 32, 18, True, _small(fifth=False, minimum=False)),
-    3: Format("Q4_1", 32, 20, False, _small(fifth=False, minimum=True)),
-    6: Format("Q5_0", 32, 22, True, _small(fifth=True, minimum=False)),
-    7: Format("Q5_1", 32, 24, False, _small(fifth=True, minimum=True)),
-    8: Format("Q8_0", 32, 34, True, _eight),
-    12: Format("Q4_K", 256, 144, False, _large(fifth=False)),
-    13: Format("Q5_K", 256, 176, False, _large(fifth=True)),
-    14: Format("Q6_K", 256, 210, True, _six),
+    2: Format("Q4_0", 32, 18, 1, False, _small(fifth=False, minimum=False)),
+    3: Format("Q4_1", 32, 20, 1, False, _small(fifth=False, minimum=True)),
+    6: Format("Q5_0", 32, 22, 1, False, _small(fifth=True, minimum=False)),
+    7: Format("Q5_1", 32, 24, 1, False, _small(fifth=True, minimum=True)),
+    8: Format("Q8_0", 32, 34, 1, True, _eight),
+    12: Format("Q4_K", 256, 144, 8, False, _large(fifth=False)),
+    13: Format("Q5_K", 256, 176, 8, False, _large(fifth=True)),
+    14: Format("Q6_K", 256, 210, 16, False, _six),
 }
 
 
@@ -274,15 +288,17 @@ def _emit_block(_: Any, kind: Any, blocks: Any, start: Any, out: Any, place: Any
         out = builder.gep(out, [builder.mul(place, ir.Constant(LONG, 4 if wide else 2))])
         for line in range(0, form.bytes, LINE):
             prefetch(builder, builder.gep(base, [ir.Constant(LONG, _AHEAD + line)]))
-        parts, minima = form.read(builder, base)
-        for number, (codes, scales) in enumerate(parts):
+        read = form.read(builder, [base])
+        for number, codes in enumerate(read.codes):
+            scales = read.scale(builder, number)
+            minima = None if read.minima is None else read.scale(builder, number, read.minima)
             for eight in range(0, PART, LANES):
                 some = chosen(builder, codes, list(range(eight, eight + LANES)))
                 wider = builder.sitofp(some, FLOATS)
                 # Multiplied and added apart, as ggml's own code does: one fused operation rounds otherwise.
                 weights = builder.fmul(wider, chosen(builder, scales, [eight // 4] * LANES))
                 if minima is not None:
-                    weights = builder.fadd(weights, chosen(builder, minima, [number] * LANES))
+                    weights = builder.fadd(weights, chosen(builder, minima, [eight // 4] * LANES))
                 bits = weights if wide else _rounded(builder, weights)
                 builder.store(
                     bits, at(builder, out, (PART * number + eight) * (4 if wide else 2), bits.type), align=1

@@ -3,8 +3,8 @@
 Activations are rounded to signed bytes, one float32 scale for each 32 of them (their largest magnitude by
 127, as ggml's own Q8_0), so that products of codes are whole numbers, and their sums the same on every
 processor. AVX-512 and AVX VNNI multiply and add 32 codes in one instruction, AVX2 in two, of which the first
-is unsigned: the sign of a code moves to the activation. Plain vector operations serve all other processors.
-Minima are multiplied by sums of the activations, which are added up once for all weights.
+is unsigned: signs of codes, where a format has them, move to the activations. Plain vector operations serve
+all other processors. Minima are multiplied by sums of the activations, added up once for all weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,15 +41,15 @@ from offload_decode.common.rows.ggml_blocks import (
     load,
     pointers,
     same,
-    splat,
 )
 from offload_decode.common.rows.loops import prefetch
 
 Float32 = npt.NDArray[np.float32]
 
 TOGETHER = 4  # rows of activations that share the unpacked codes
-_PARTS = 4  # at least so many in a round of the loop
-_AHEAD = 2048  # bytes of blocks
+_ROWS = 2  # of weights that share one row of activations: a sum waits for its last addition
+_PARTS = 4
+_AHEAD = 4096  # bytes of blocks
 _TASK = 1 << 19  # bytes of blocks: some tens of microseconds, beside which taking a task is nothing
 _TILE = 16  # rows of weights that meet four rows of activations while these are in the nearest cache
 
@@ -57,17 +57,18 @@ _TILE = 16  # rows of weights that meet four rows of activations while these are
 class Activations(NamedTuple):
     """Rows of activations as signed bytes, with zeros behind up to a number of rows that loops take.
 
-    `codes` int8 `[R, K]` of -127 to 127, `scales` float32 `[R, K / 32]`, and `sums` float32 `[R, K / 32]`:
-    what 32 codes times their scale add up to.
+    `codes` int8 `[R, K]` of -127 to 127, `scales` float32 `[R, K / 32]`, and what 32 and 16 codes times their
+    scale add up to: `sums` float32 `[R, K / 32]` and `halves` float32 `[R, K / 16]`.
     """
 
     codes: npt.NDArray[np.int8]
     scales: Float32
     sums: Float32
+    halves: Float32
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any) -> None:
+def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any, halves: Any) -> None:
     for row in range(x.shape[0]):
         for part in range(x.shape[1] // PART):
             most = np.uint32(0)  # of the bits: NaN is above infinity, and infinity above all numbers
@@ -76,14 +77,18 @@ def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any) -> None:
             largest = np.uint32(most).view(np.float32)
             by = np.float32(127) / largest
             usable = np.float32(0) < by < np.float32(np.inf)  # zeros, or nearly so, become zeros
-            total = np.int32(0)
-            for place in range(part * PART, part * PART + PART):
-                code = np.int32(np.rint(x[row, place] * by)) if usable else np.int32(0)
-                codes[row, place] = code
-                total += code
             scale = largest / np.float32(127)
             scales[row, part] = scale
-            sums[row, part] = scale * np.float32(total)
+            both = np.int32(0)
+            for half in range(2):
+                total = np.int32(0)
+                for place in range(part * PART + 16 * half, part * PART + 16 * half + 16):
+                    code = np.int32(np.rint(x[row, place] * by)) if usable else np.int32(0)
+                    codes[row, place] = code
+                    total += code
+                halves[row, 2 * part + half] = scale * np.float32(total)
+                both += total
+            sums[row, part] = scale * np.float32(both)
 
 
 def quantized(x: Float32) -> Activations:
@@ -104,6 +109,7 @@ def quantized(x: Float32) -> Activations:
         made((rows, width), np.int8),
         made((rows, parts), np.float32),
         made((rows, parts), np.float32),
+        made((rows, 2 * parts), np.float32),
     )
     _quantize(x, x.view(np.uint32), *given)
     return given
@@ -159,110 +165,128 @@ def forms() -> list[str]:
 FORM = forms()[0]
 
 
-def _emit_row(
+def _emit_rows(
     _: Any,
     kind: Any,
     name: Any,
+    rows: Any,
     together: Any,
     blocks: Any,
-    start: Any,
-    width: Any,
+    row: Any,
+    last: Any,
     codes: Any,
     scales: Any,
     sums: Any,
+    halves: Any,
     first: Any,
     out: Any,
-    place: Any,
-    step: Any,
 ) -> Any:
-    """Products of the row of `width` weights that begins at byte `start` with `together` rows of activations
-    from `first` on, to `out` at `place` and every `step` after it.
+    """Products of some rows of weights from `row` on, but none from `last` on, with some rows of activations
+    from `first` on, to `out [M, N]`. How many there are of both is compiled in.
     """
     form, multiply = FORMATS[kind.literal_value], _FORMS[name.literal_value]
-    count = together.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        _, _, _, base, start, width, *activations, first, out, place, step = pointers(
-            context, builder, signature, given
-        )
         number = partial(ir.Constant, LONG)
-        rows = [builder.add(first, number(own)) for own in range(count)]
-        # Bytes of a row of codes, of scales and of sums: one a weight, and an eighth.
+        shapes = [
+            builder.extract_value(
+                context.make_array(signature.args[place])(context, builder, given[place]).shape, 1
+            )
+            for place in (7, 12)
+        ]
+        _, _, _, _, base, row, last, *activations, first, out = pointers(context, builder, signature, given)
+        width, step = shapes
+        length = builder.mul(builder.udiv(width, number(form.weights)), number(form.bytes))
+        # A row behind the last is the last once more: its product is written twice.
+        end = builder.sub(last, number(1))
+        own = [builder.add(row, number(other)) for other in range(rows.literal_value)]
+        own = [builder.select(builder.icmp_signed("<", other, end), other, end) for other in own]
+        others = [builder.add(first, number(other)) for other in range(together.literal_value)]
+        # Bytes of a row: of codes one a weight, of scales and sums an eighth, of sums of halves a quarter.
         begins = [
             [
-                builder.gep(start, [builder.mul(row, builder.udiv(width, number(by)))])
-                for start, by in zip(activations, (1, 8, 8), strict=True)
+                builder.gep(start, [builder.mul(other, builder.udiv(width, number(by)))])
+                for start, by in zip(activations, (1, 8, 8, 4), strict=True)
             ]
-            for row in rows
+            for other in others
         ]
-        totals = _totals(builder, form, multiply, builder.gep(base, [start]), width, begins)
-        for own, total in enumerate(totals):
-            here = builder.add(place, builder.mul(step, number(own)))
-            builder.store(total, at(builder, out, builder.mul(here, number(4)), FLOAT))
+        bases = [builder.gep(base, [builder.mul(other, length)]) for other in own]
+        for line, totals in zip(own, _totals(builder, form, multiply, bases, width, begins), strict=True):
+            for other, total in zip(others, totals, strict=True):
+                place = builder.add(builder.mul(other, step), line)
+                builder.store(total, at(builder, out, builder.mul(place, number(4)), FLOAT))
         return context.get_dummy_value()
 
-    return types.void(
-        kind, name, together, blocks, start, width, codes, scales, sums, first, out, place, step
-    ), (generate)
+    given = (kind, name, rows, together, blocks, row, last, codes, scales, sums, halves, first, out)
+    return types.void(*given), generate
 
 
-_row: Any = intrinsic(prefer_literal=True)(_emit_row)
+_rows: Any = intrinsic(prefer_literal=True)(_emit_rows)
 
 
 def _totals(
     builder: Any,
     form: Format,
     multiply: Callable[..., Any],
-    base: Any,
+    bases: Sequence[Any],
     width: Any,
     activations: Sequence[Sequence[Any]],
-) -> list[Any]:
-    """What the products of the row of weights at `base` with each row of activations add up to."""
+) -> list[list[Any]]:
+    """What the products of each row of weights with each row of activations add up to."""
     number = partial(ir.Constant, LONG)
-    lows = ir.VectorType(FLOAT, form.parts)
-    # A sum waits for its last addition, so one row of activations has two that take parts in turns.
-    turns = 2 if len(activations) == 1 else 1
-    products = [[_variable(builder, FLOATS) for _ in range(turns)] for _ in activations]
-    added = [_variable(builder, lows) for _ in activations]
+    # Blocks of one part are read several at a time: their scales are converted and multiplied together.
+    once = max(1, _PARTS // form.parts)
+    lows = ir.VectorType(FLOAT, once * form.scales)
+    products = [[_variable(builder, FLOATS) for _ in activations] for _ in bases]
+    added = [[_variable(builder, lows) for _ in activations] for _ in bases]
 
     def more(total: Any, a: Any, b: Any) -> None:
         product = builder.fmul(a, b, flags=("contract",))
         builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
 
-    def one(block: Any, turn: int) -> None:
-        own = builder.gep(base, [builder.mul(block, number(form.bytes))])
-        read = form.read(builder, own)
-        along = builder.mul(block, number(form.weights))
-        for (codes, scales, sums), totals, lower in zip(activations, products, added, strict=True):
-            for part, (weights, scale) in enumerate(read.parts):
-                here = builder.add(along, number(PART * part))
-                whole = multiply(builder, weights, load(builder, codes, here, CODES), form.signed)
-                unit = splat(builder, load(builder, scales, builder.udiv(here, number(8)), FLOAT))
-                more(totals[(turn + part) % turns], builder.fmul(builder.sitofp(whole, FLOATS), unit), scale)
-            if read.minima is not None:
-                more(lower, load(builder, sums, builder.udiv(along, number(8)), lows), read.minima)
-
     def several(first: Any, count: int) -> None:
-        for line in range(0, count * form.bytes, LINE):
-            ahead = builder.add(builder.mul(first, number(form.bytes)), number(_AHEAD + line))
-            prefetch(builder, builder.gep(base, [ahead]))
-        for other in range(count):
-            one(builder.add(first, number(other)), other)
+        start, along = (builder.mul(first, number(size)) for size in (form.bytes, form.weights))
+        reads = []
+        for base in bases:
+            own = builder.gep(base, [start])
+            for line in range(0, count * form.bytes, LINE):
+                prefetch(builder, builder.gep(own, [number(_AHEAD + line)]))
+            blocks = [builder.gep(own, [number(form.bytes * block)]) for block in range(count)]
+            reads.append(form.read(builder, blocks))
+        parts, each = len(reads[0].codes), reads[0].each
+        spread = [part // each for part in range(parts * each)]
+        for place, (codes, scales, *sums) in enumerate(activations):
+            by = load(builder, scales, builder.udiv(along, number(8)), ir.VectorType(FLOAT, parts))
+            by = chosen(builder, by, spread)
+            scaled = [builder.fmul(read.scales, by) for read in reads]
+            for part in range(parts):
+                own = load(builder, codes, builder.add(along, number(PART * part)), CODES)
+                for read, scale, totals in zip(reads, scaled, products, strict=True):
+                    whole = multiply(builder, read.codes[part], own, form.signed)
+                    more(totals[place], builder.sitofp(whole, FLOATS), read.scale(builder, part, scale))
+            if reads[0].minima is not None:
+                own = load(builder, sums[each - 1], builder.udiv(along, number(8 // each)), by.type)
+                for read, lower in zip(reads, added, strict=True):
+                    values = [own, read.minima]
+                    if count < once:  # zeros behind the one of a block alone
+                        wide = [min(lane, 1) for lane in range(once)]
+                        values = [chosen(builder, value, wide, same(by.type, 0)) for value in values]
+                    more(lower[place], *values)
 
-    blocks, count = builder.udiv(width, number(form.weights)), max(1, _PARTS // form.parts)
-    groups = builder.udiv(blocks, number(count))
+    blocks = builder.udiv(width, number(form.weights))
+    groups = builder.udiv(blocks, number(once))
     with cgutils.for_range(builder, groups) as loop:
-        several(builder.mul(loop.index, number(count)), count)
-    if count > 1:
-        with cgutils.for_range(builder, builder.urem(blocks, number(count))) as loop:
-            several(builder.add(builder.mul(groups, number(count)), loop.index), 1)
-    sums = []
-    for totals, lower in zip(products, added, strict=True):
-        total = builder.load(totals[0])
-        for other in totals[1:]:
-            total = builder.fadd(total, builder.load(other))
-        sums.append(builder.fadd(_added(builder, total), _added(builder, builder.load(lower))))
-    return sums
+        several(builder.mul(loop.index, number(once)), once)
+    if once > 1:
+        with cgutils.for_range(builder, builder.urem(blocks, number(once))) as loop:
+            several(builder.add(builder.mul(groups, number(once)), loop.index), 1)
+    return [
+        [
+            builder.fadd(_added(builder, builder.load(total)), _added(builder, builder.load(lower)))
+            for total, lower in zip(*of, strict=True)
+        ]
+        for of in zip(products, added, strict=True)
+    ]
 
 
 def _variable(builder: Any, kind: Any) -> Any:
@@ -282,59 +306,21 @@ def _added(builder: Any, vector: Any) -> Any:
 
 @cache
 def _loop(kind: int, form: str) -> Any:
-    size, weights = FORMATS[kind].bytes, FORMATS[kind].weights
-
     @njit(nogil=True, cache=True)
     def multiplied(
-        blocks: Any,
-        first: int,
-        last: int,
-        codes: Any,
-        scales: Any,
-        sums: Any,
-        count: int,
-        out: Any,
+        blocks: Any, first: int, last: int, codes: Any, scales: Any, sums: Any, halves: Any, out: Any
     ) -> None:
         """Rows `first` to `last` of the weights times all activations, to `out [M, rows]`."""
-        given, width = codes.shape
-        rows, length = out.shape[1], width // weights * size
+        given = len(codes)
         rest = given // TOGETHER * TOGETHER
         for tile in range(first, last, _TILE):
             end = min(tile + _TILE, last)
             for own in range(0, rest, TOGETHER):
                 for row in range(tile, end):
-                    _row(
-                        kind,
-                        form,
-                        TOGETHER,
-                        blocks,
-                        row * length,
-                        width,
-                        codes,
-                        scales,
-                        sums,
-                        own,
-                        out,
-                        own * rows + row,
-                        rows,
-                    )
+                    _rows(kind, form, 1, TOGETHER, blocks, row, end, codes, scales, sums, halves, own, out)
             for own in range(rest, given):
-                for row in range(tile, end):
-                    _row(
-                        kind,
-                        form,
-                        1,
-                        blocks,
-                        row * length,
-                        width,
-                        codes,
-                        scales,
-                        sums,
-                        own,
-                        out,
-                        own * rows + row,
-                        rows,
-                    )
+                for row in range(tile, end, _ROWS):
+                    _rows(kind, form, _ROWS, 1, blocks, row, end, codes, scales, sums, halves, own, out)
 
     return multiplied
 
@@ -358,15 +344,14 @@ def multiply_many(x: Float32, matrices: Iterable[tuple[Blocks, int]]) -> list[Fl
         if width != x.shape[-1]:
             raise ModelError(f"Rows of {width} weights in {form.name} cannot meet {x.shape[-1]} activations.")
     given = quantized(x)
-    count, rows = len(x), len(given.codes)
-    outs = [np.empty((rows, len(blocks)), np.float32) for blocks, _ in matrices]
+    outs = [np.empty((len(given.codes), len(blocks)), np.float32) for blocks, _ in matrices]
     tasks = []
     for (blocks, kind), out in zip(matrices, outs, strict=True):
         loop, flat = _loop(kind, FORM), as_bytes(blocks)
         step = max(1, min(_TASK // blocks.shape[1], -(-len(blocks) // threads.THREADS)))
         for first in range(0, len(blocks), step):
             last = min(first + step, len(blocks))
-            tasks.append(partial(loop, flat, first, last, *given, count, out))
+            tasks.append(partial(loop, flat, first, last, *given, out))
     shared = iter(tasks)  # a thread takes the next as it is ready: other work may slow one of them down
 
     def work(_: int) -> None:
@@ -374,4 +359,4 @@ def multiply_many(x: Float32, matrices: Iterable[tuple[Blocks, int]]) -> list[Fl
             task()
 
     threads.run(work, range(max(1, min(threads.THREADS, len(tasks)))))
-    return [out[:count] for out in outs]
+    return [out[: len(x)] for out in outs]
