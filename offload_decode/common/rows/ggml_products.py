@@ -47,7 +47,6 @@ from offload_decode.common.rows.loops import prefetch
 Float32 = npt.NDArray[np.float32]
 
 TOGETHER = 4  # rows of activations that share the unpacked codes
-_ROWS = 2  # of weights that share one row of activations: a sum waits for its last addition
 _PARTS = 4
 _AHEAD = 4096  # bytes of blocks
 _TASK = 1 << 19  # bytes of blocks: some tens of microseconds, beside which taking a task is nothing
@@ -165,15 +164,13 @@ def forms() -> list[str]:
 FORM = forms()[0]
 
 
-def _emit_rows(
+def _emit_row(
     _: Any,
     kind: Any,
     name: Any,
-    rows: Any,
     together: Any,
     blocks: Any,
     row: Any,
-    last: Any,
     codes: Any,
     scales: Any,
     sums: Any,
@@ -181,64 +178,58 @@ def _emit_rows(
     first: Any,
     out: Any,
 ) -> Any:
-    """Products of some rows of weights from `row` on, but none from `last` on, with some rows of activations
-    from `first` on, to `out [M, N]`. How many there are of both is compiled in.
-    """
+    """Products of one row of weights with `together` rows of activations from `first` on, to `out [M, N]`."""
     form, multiply = FORMATS[kind.literal_value], _FORMS[name.literal_value]
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         number = partial(ir.Constant, LONG)
-        shapes = [
+        width, step = (
             builder.extract_value(
                 context.make_array(signature.args[place])(context, builder, given[place]).shape, 1
             )
-            for place in (7, 12)
-        ]
-        _, _, _, _, base, row, last, *activations, first, out = pointers(context, builder, signature, given)
-        width, step = shapes
+            for place in (5, 10)
+        )
+        _, _, _, base, row, *activations, first, out = pointers(context, builder, signature, given)
         length = builder.mul(builder.udiv(width, number(form.weights)), number(form.bytes))
-        # A row behind the last is the last once more: its product is written twice.
-        end = builder.sub(last, number(1))
-        own = [builder.add(row, number(other)) for other in range(rows.literal_value)]
-        own = [builder.select(builder.icmp_signed("<", other, end), other, end) for other in own]
-        others = [builder.add(first, number(other)) for other in range(together.literal_value)]
+        base = builder.gep(base, [builder.mul(row, length)])
+        rows = [builder.add(first, number(other)) for other in range(together.literal_value)]
         # Bytes of a row: of codes one a weight, of scales and sums an eighth, of sums of halves a quarter.
         begins = [
             [
-                builder.gep(start, [builder.mul(other, builder.udiv(width, number(by)))])
+                builder.gep(start, [builder.mul(own, builder.udiv(width, number(by)))])
                 for start, by in zip(activations, (1, 8, 8, 4), strict=True)
             ]
-            for other in others
+            for own in rows
         ]
-        bases = [builder.gep(base, [builder.mul(other, length)]) for other in own]
-        for line, totals in zip(own, _totals(builder, form, multiply, bases, width, begins), strict=True):
-            for other, total in zip(others, totals, strict=True):
-                place = builder.add(builder.mul(other, step), line)
-                builder.store(total, at(builder, out, builder.mul(place, number(4)), FLOAT))
+        for own, total in zip(rows, _totals(builder, form, multiply, base, width, begins), strict=True):
+            place = builder.add(builder.mul(own, step), row)
+            builder.store(total, at(builder, out, builder.mul(place, number(4)), FLOAT))
         return context.get_dummy_value()
 
-    given = (kind, name, rows, together, blocks, row, last, codes, scales, sums, halves, first, out)
+    given = (kind, name, together, blocks, row, codes, scales, sums, halves, first, out)
     return types.void(*given), generate
 
 
-_rows: Any = intrinsic(prefer_literal=True)(_emit_rows)
+_row: Any = intrinsic(prefer_literal=True)(_emit_row)
 
 
 def _totals(
     builder: Any,
     form: Format,
     multiply: Callable[..., Any],
-    bases: Sequence[Any],
+    base: Any,
     width: Any,
     activations: Sequence[Sequence[Any]],
-) -> list[list[Any]]:
-    """What the products of each row of weights with each row of activations add up to."""
+) -> list[Any]:
+    """What the products of the row of weights at `base` with each row of activations add up to."""
     number = partial(ir.Constant, LONG)
     # Blocks of one part are read several at a time: their scales are converted and multiplied together.
     once = max(1, _PARTS // form.parts)
     lows = ir.VectorType(FLOAT, once * form.scales)
-    products = [[_variable(builder, FLOATS) for _ in activations] for _ in bases]
-    added = [[_variable(builder, lows) for _ in activations] for _ in bases]
+    # A sum waits for its last addition, so one row of activations has two that take parts in turns.
+    turns = 2 if len(activations) == 1 else 1
+    products = [[_variable(builder, FLOATS) for _ in range(turns)] for _ in activations]
+    added = [_variable(builder, lows) for _ in activations]
 
     def more(total: Any, a: Any, b: Any) -> None:
         product = builder.fmul(a, b, flags=("contract",))
@@ -246,32 +237,26 @@ def _totals(
 
     def several(first: Any, count: int) -> None:
         start, along = (builder.mul(first, number(size)) for size in (form.bytes, form.weights))
-        reads = []
-        for base in bases:
-            own = builder.gep(base, [start])
-            for line in range(0, count * form.bytes, LINE):
-                prefetch(builder, builder.gep(own, [number(_AHEAD + line)]))
-            blocks = [builder.gep(own, [number(form.bytes * block)]) for block in range(count)]
-            reads.append(form.read(builder, blocks))
-        parts, each = len(reads[0].codes), reads[0].each
-        spread = [part // each for part in range(parts * each)]
-        for place, (codes, scales, *sums) in enumerate(activations):
+        own = builder.gep(base, [start])
+        for line in range(0, count * form.bytes, LINE):
+            prefetch(builder, builder.gep(own, [number(_AHEAD + line)]))
+        read = form.read(builder, [builder.gep(own, [number(form.bytes * block)]) for block in range(count)])
+        parts, each = len(read.codes), read.each
+        for (codes, scales, *sums), totals, lower in zip(activations, products, added, strict=True):
             by = load(builder, scales, builder.udiv(along, number(8)), ir.VectorType(FLOAT, parts))
-            by = chosen(builder, by, spread)
-            scaled = [builder.fmul(read.scales, by) for read in reads]
-            for part in range(parts):
+            by = chosen(builder, by, [part // each for part in range(parts * each)])
+            by = builder.fmul(read.scales, by)
+            for part, weights in enumerate(read.codes):
                 own = load(builder, codes, builder.add(along, number(PART * part)), CODES)
-                for read, scale, totals in zip(reads, scaled, products, strict=True):
-                    whole = multiply(builder, read.codes[part], own, form.signed)
-                    more(totals[place], builder.sitofp(whole, FLOATS), read.scale(builder, part, scale))
-            if reads[0].minima is not None:
+                whole = builder.sitofp(multiply(builder, weights, own, form.signed), FLOATS)
+                more(totals[part % turns], whole, read.scale(builder, part, by))
+            if read.minima is not None:
                 own = load(builder, sums[each - 1], builder.udiv(along, number(8 // each)), by.type)
-                for read, lower in zip(reads, added, strict=True):
-                    values = [own, read.minima]
-                    if count < once:  # zeros behind the one of a block alone
-                        wide = [min(lane, 1) for lane in range(once)]
-                        values = [chosen(builder, value, wide, same(by.type, 0)) for value in values]
-                    more(lower[place], *values)
+                values = [own, read.minima]
+                if count < once:  # zeros behind the one of a block alone
+                    wide = [min(lane, 1) for lane in range(once)]
+                    values = [chosen(builder, value, wide, same(by.type, 0)) for value in values]
+                more(lower, *values)
 
     blocks = builder.udiv(width, number(form.weights))
     groups = builder.udiv(blocks, number(once))
@@ -280,13 +265,13 @@ def _totals(
     if once > 1:
         with cgutils.for_range(builder, builder.urem(blocks, number(once))) as loop:
             several(builder.add(builder.mul(groups, number(once)), loop.index), 1)
-    return [
-        [
-            builder.fadd(_added(builder, builder.load(total)), _added(builder, builder.load(lower)))
-            for total, lower in zip(*of, strict=True)
-        ]
-        for of in zip(products, added, strict=True)
-    ]
+    sums = []
+    for totals, lower in zip(products, added, strict=True):
+        total = builder.load(totals[0])
+        for other in totals[1:]:
+            total = builder.fadd(total, builder.load(other))
+        sums.append(builder.fadd(_added(builder, total), _added(builder, builder.load(lower))))
+    return sums
 
 
 def _variable(builder: Any, kind: Any) -> Any:
@@ -317,10 +302,10 @@ def _loop(kind: int, form: str) -> Any:
             end = min(tile + _TILE, last)
             for own in range(0, rest, TOGETHER):
                 for row in range(tile, end):
-                    _rows(kind, form, 1, TOGETHER, blocks, row, end, codes, scales, sums, halves, own, out)
+                    _row(kind, form, TOGETHER, blocks, row, codes, scales, sums, halves, own, out)
             for own in range(rest, given):
-                for row in range(tile, end, _ROWS):
-                    _rows(kind, form, _ROWS, 1, blocks, row, end, codes, scales, sums, halves, own, out)
+                for row in range(tile, end):
+                    _row(kind, form, 1, blocks, row, codes, scales, sums, halves, own, out)
 
     return multiplied
 
