@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from offload_decode.models.loading import LoadedModel
-from offload_decode.server.prefix_cache import RecentlyUsed
 from offload_decode.server.requests import WrongField
 
 if TYPE_CHECKING:
@@ -94,24 +94,14 @@ class _Grammars:
         if self.end < 0:
             raise WrongField("this model's tokenizer has no special token to end an answer with")
         try:
-            self._tokenizer = LLTokenizer(_within(tokenizer), eos_token=self.end)
+            of_this = LLTokenizer(_within(tokenizer), eos_token=self.end)
         except (AttributeError, ValueError) as error:
             raise WrongField("grammars cannot be followed with this model's tokenizer") from error
-        self._compiled: RecentlyUsed[str, LLMatcher] = RecentlyUsed(_KEPT)
+        self._compiled = lru_cache(_KEPT)(partial(_compiled, of_this))
 
     def compiled(self, grammar: Mapping[str, Any]) -> LLMatcher:
         """It must not be advanced, only copied."""
-        written = _written(grammar)
-        if (known := self._compiled.find(written)) is not None:
-            return known
-        matcher = _compiled(self._tokenizer, written)
-        trial = matcher.deep_copy()
-        if not trial.is_error():
-            trial.compute_bitmask()  # some lead nowhere
-        if trial.is_error():
-            raise WrongField(_sentence(trial.get_error()))
-        self._compiled.keep(written, matcher)
-        return matcher
+        return self._compiled(_written(grammar))
 
 
 _KNOWN: WeakKeyDictionary[Any, _Grammars] = WeakKeyDictionary()
@@ -171,7 +161,7 @@ def _short(text: str) -> str:
 
 def _compiled(tokenizer: Any, written: str) -> LLMatcher:
     """Compiled on a stack that the longest chain of references in `MOST_BYTES` does not fill: llguidance
-    follows them by recursion, and ends the process where it has no room left.
+    follows them by recursion, and ends the process where it has no room left. Raises `WrongField`.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -183,7 +173,13 @@ def _compiled(tokenizer: Any, written: str) -> LLMatcher:
                 running = pool.submit(LLMatcher, tokenizer, written, limits=limits, log_level=0)
             finally:
                 threading.stack_size(before)
-        return running.result()
+        matcher = running.result()
+    trial = matcher.deep_copy()
+    if not trial.is_error():
+        trial.compute_bitmask()  # some lead nowhere
+    if trial.is_error():
+        raise WrongField(_sentence(trial.get_error()))
+    return matcher
 
 
 def _sentence(error: str) -> str:

@@ -105,22 +105,14 @@ class AskBody(Body):
         """Further fields of `Generation`."""
         return {}
 
-    def ask_options(
-        self, settings: Settings, id: str, most: int | None, top: int | None, grammar: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """The fields of `AskOptions`; `most`, `top` and `grammar` as `Generation` has them."""
-        generation = Generation(
-            max_tokens=most,
-            top_logprobs=top,
-            grammar=grammar,
-            temperature=settings.temperature if self.temperature is None else self.temperature,
-            top_p=settings.top_p if self.top_p is None else self.top_p,
-            **self.sampling(),
-        )
+    def ask_options(self, settings: Settings, id: str, **more: Any) -> dict[str, Any]:
+        """The fields of `AskOptions`; `more` are those of `Generation` that each route names differently."""
+        temperature = settings.temperature if self.temperature is None else self.temperature
+        top_p = settings.top_p if self.top_p is None else self.top_p
         return {
             "id": id,
             "model": self.model,
-            "generation": generation,
+            "generation": Generation(temperature=temperature, top_p=top_p, **self.sampling(), **more),
             "n": self.answers,
             "selector": self.selector,
             "options": self.options,
@@ -184,9 +176,9 @@ def make(kind: type[M], field: str, **fields: Any) -> M:
     return kind(**{field: value}, **fields)
 
 
-def cost(done: Done) -> dict[str, Any]:
-    """The fields of `Cost`."""
-    return {"stats": done.stats, "citations": list(done.citations or ())}
+def cost(body: AskBody, done: Done) -> dict[str, Any]:
+    """The fields of `Cost`, where they were asked for."""
+    return {"stats": done.stats, "citations": list(done.citations or ())} if body.citations else {}
 
 
 def finite(logprob: float | None) -> float:
@@ -204,9 +196,8 @@ class AnswerReply(Reply, ABC):
     def __init__(self, service: Service, body: AnswerBody, id: str, requests: int = 1):
         self._pieces = partial(service.pieces, body.model)
         self._fields = {"id": id, "created": int(time.time()), "model": body.model}
-        self._cite, self._requests = body.citations, requests
+        self._body, self._requests, self._cost = body, requests, dict[str, Any]()
         self._usage = body.stream_options is not None and body.stream_options.include_usage
-        self._done: list[Done] = []
         self.answered: defaultdict[int, AnsweredRequest] = defaultdict(AnsweredRequest)
 
     @abstractmethod
@@ -220,17 +211,17 @@ class AnswerReply(Reply, ABC):
     def collect(self, part: int, event: Event) -> None:
         self.answered[part].add(event)
         if isinstance(event, Done):
-            self._done.append(event)
+            self._cost = cost(self._body, event)  # there are citations of one request alone
 
     async def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]:
         shared = self._fields | ({"usage": None} if self._usage else {})
         async for choice in self.choices(part, event):
             yield make(self.part, "object", **shared, choices=[choice])
         if isinstance(event, Done):
-            self._done.append(event)
-            if len(self._done) == self._requests and (self._cite or self._usage):
-                last = {"usage": self._total()} if self._usage else {}
-                yield make(self.part, "object", **shared | last | self._cost(), choices=[])
+            self.collect(part, event)
+            last = self._cost | ({"usage": self._total()} if self._usage else {})
+            if last and len(self.answered) == self._requests:
+                yield make(self.part, "object", **shared | last, choices=[])
 
     async def whole(self) -> BaseModel:
         choices = [
@@ -238,7 +229,7 @@ class AnswerReply(Reply, ABC):
             for part, request in sorted(self.answered.items())
             for index, one in sorted(request.answers.items())
         ]
-        fields = self._fields | self._cost()
+        fields = self._fields | self._cost
         return make(self.answer, "object", **fields, choices=choices, usage=self._total())
 
     async def texts(self, tokens: Sequence[Scored]) -> dict[int, str]:
@@ -246,12 +237,9 @@ class AnswerReply(Reply, ABC):
         ids = list({id: None for one in tokens for id in (one.token, *(token for token, _ in one.top))})
         return dict(zip(ids, await run_sync(self._pieces, ids), strict=True))
 
-    def _cost(self) -> dict[str, Any]:
-        return cost(self._done[0]) if self._cite else {}
-
     def _total(self) -> CompletionUsage:
         """Of all requests together."""
-        each = [one.usage for one in self._done]
+        each = [one.done.usage for one in self.answered.values() if one.done is not None]
         prompt, completion = sum(one.prompt for one in each), sum(one.completion for one in each)
         return CompletionUsage(
             prompt_tokens=prompt,

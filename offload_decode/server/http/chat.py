@@ -6,12 +6,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionMessageFunctionToolCall,
-)
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as Part
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
@@ -32,7 +27,7 @@ from offload_decode.server.http.answers import (
 )
 from offload_decode.server.http.errors import STREAMED
 from offload_decode.server.http.streaming import respond
-from offload_decode.server.messages import call_object
+from offload_decode.server.messages import answer_object, call_object
 from offload_decode.server.requests import (
     Delta,
     Ended,
@@ -172,9 +167,10 @@ def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
     if body.top_logprobs is not None and not body.logprobs:
         raise WrongField("top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
+    grammar = json_grammar(body.response_format)
     chosen = body.tool_choice
     return ChatRequest(
-        **body.ask_options(settings, new_id("chatcmpl"), most, top, json_grammar(body.response_format)),
+        **body.ask_options(settings, new_id("chatcmpl"), max_tokens=most, top_logprobs=top, grammar=grammar),
         messages=plain(body.messages),
         tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
         tool_choice=chosen.model_dump() if isinstance(chosen, NamedTool) else chosen,
@@ -205,12 +201,10 @@ class ChatReply(AnswerReply):
 
     async def choice(self, part: int, index: int, one: WrittenAnswer) -> Choice:
         known = ChoiceLogprobs(content=await self._scores(one.tokens)) if self._logprobs else None
-        message = ChatCompletionMessage(role="assistant", content=one.text, refusal=None)
-        if one.calls:
-            message.content = one.text or None
-            message.tool_calls = [
-                ChatCompletionMessageFunctionToolCall.model_validate(call_object(call)) for call in one.calls
-            ]
+        written = {"refusal": None, **answer_object(one.text, one.calls)}
+        if one.calls and not one.text:
+            written["content"] = None
+        message = ChatCompletionMessage.model_validate(written)
         return Choice(index=index, message=message, finish_reason=one.finish, logprobs=known)
 
     async def choices(self, part: int, event: Event) -> AsyncIterator[Part]:

@@ -177,7 +177,7 @@ def _asked(settings: Settings, body: CompletionBody, id: str) -> list[Completion
         raise WrongField("citations are of one prompt, and here are several", "citations")
     return [
         CompletionRequest(
-            **body.ask_options(settings, f"{id}-{number}", most, body.logprobs, None),
+            **body.ask_options(settings, f"{id}-{number}", max_tokens=most, top_logprobs=body.logprobs),
             prompt=prompt,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
@@ -205,12 +205,7 @@ class CompletionReply(AnswerReply):
         scores, text = one.tokens, one.text
         if self._echoed is not None:
             scores, text = [*(self.answered[part].scores or ()), *scores], self._echoed[part] + text
-        return CompletionChoice(
-            index=part * self._answers + index,
-            text=text,
-            finish_reason="length" if one.finish == "length" else "stop",
-            logprobs=await self._scores(scores) if self._logprobs else None,
-        )
+        return _choice(part * self._answers + index, text, one.finish, await self._scores(scores))
 
     async def choices(self, part: int, event: Event) -> AsyncIterator[CompletionChoice]:
         first = part * self._answers
@@ -224,14 +219,16 @@ class CompletionReply(AnswerReply):
                 yield _choice(first + index, "", finish)
 
     async def _more(self, index: int, text: str, tokens: Sequence[Scored]) -> CompletionChoice:
-        known = await self._scores(tokens, self._offsets[index]) if self._logprobs else None
+        known = await self._scores(tokens, self._offsets[index])
         self._offsets[index] += len("".join(known.tokens or ()) if known else text)
         return _choice(index, text, None, known)
 
-    async def _scores(self, tokens: Sequence[Scored], offset: int = 0) -> Logprobs:
-        """Parallel lists, whose first token begins at `offset` in the text. The first token of all has no
-        log-probability, and is None in both lists of them.
+    async def _scores(self, tokens: Sequence[Scored], offset: int = 0) -> Logprobs | None:
+        """Parallel lists, where they were asked for, whose first token begins at `offset` in the text. The
+        first token of all has no log-probability, and is None in both lists of them.
         """
+        if not self._logprobs:
+            return None
         texts = await self.texts(tokens)
         pieces = [texts[one.token] for one in tokens]
         return Logprobs.model_construct(

@@ -176,7 +176,7 @@ def _chat_request(settings: Settings, body: ResponsesBody, messages: list[dict[s
     if isinstance(chosen, FlatNamedTool):
         chosen = {"type": "function", "function": {"name": chosen.name}}
     return ChatRequest(
-        **body.ask_options(settings, new_id("chatcmpl"), body.max_output_tokens, None, grammar),
+        **body.ask_options(settings, new_id("chatcmpl"), max_tokens=body.max_output_tokens, grammar=grammar),
         messages=[*system, *messages],
         tools=[{"type": "function", "function": function} for function in functions] or None,
         tool_choice=chosen,
@@ -204,10 +204,10 @@ class ResponseReply(Reply):
     """
 
     def __init__(self, body: ResponsesBody, keep: Callable[[str, dict[str, Any]], None]):
-        self._cite, self._keep = body.citations, keep
+        self._body, self._keep = body, keep
         self._number = 0
         self._message: str | None = None  # the id of the message that is being written
-        self._text = self._all = ""
+        self._text = ""
         self._calls: list[ToolCall] = []
         self._finish = "stop"
         self._object = ResponseObject(
@@ -248,7 +248,6 @@ class ResponseReply(Reply):
                 if text:
                     yield from self._begin_message()
                     self._text += text
-                    self._all += text
                     yield self._of_message(openai.ResponseTextDeltaEvent, delta=text, logprobs=[])
                 for call in calls:
                     yield from self._end_message()
@@ -308,9 +307,9 @@ class ResponseReply(Reply):
             output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
             total_tokens=used.prompt + used.completion,
         )
-        for name, value in (cost(done) if self._cite else {}).items():
+        for name, value in cost(self._body, done).items():
             setattr(self._object, name, value)
-        self._keep(self._object.id, answer_object(self._all, self._calls))
+        self._keep(self._object.id, answer_object(self._object.output_text, self._calls))
         if self._finish == "length":
             self._object.status = "incomplete"
             self._object.incomplete_details = IncompleteDetails(reason="max_output_tokens")

@@ -3,11 +3,10 @@ as a whole or as server-sent events to the client, until it has them all or hang
 """
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import anyio
 from anyio.to_thread import run_sync
@@ -51,58 +50,46 @@ class Reply(Protocol):
     async def whole(self) -> BaseModel: ...
 
 
-class PartEvent(NamedTuple):
-    """An event of the request with this number: they are numbered as they were begun."""
-
-    part: int
-    event: Event
+PartEvent = tuple[int, Event]
+"""The number of a request, as they were begun, and an event of it."""
 
 
 class Events:
-    """The events of one or several requests that one HTTP request began."""
+    """The events of one or several requests that one HTTP request begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts: Sequence[Start]) -> None:
+        self._starts = starts
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[PartEvent] = asyncio.Queue()
         self._first: list[PartEvent] = []
         self._tickets: list[Ticket] = []
-        self._lock = threading.Lock()
         self._cancelled = False
-        self._unfinished = 0
-
-    async def begin(self, starts: Sequence[Start]) -> None:
-        """Hand the requests to the scheduler, in a worker thread. Raises what one of them raises."""
         self._unfinished = len(starts)
-        await run_sync(self._begin, starts)
 
-    def _begin(self, starts: Sequence[Start]) -> None:
-        for part, start in enumerate(starts):
-            ticket = start(partial(self._emit, part))
-            with self._lock:
-                self._tickets.append(ticket)
-                cancelled = self._cancelled
-            if cancelled:
-                ticket.cancel()
+    def begin(self) -> None:
+        """Hand the requests to the scheduler, from a worker thread. Raises what one of them raises."""
+        for part, start in enumerate(self._starts):
+            self._tickets.append(start(partial(self._emit, part)))
+            if self._cancelled:  # looked at behind the list, to which `cancel` comes the other way round
+                self._tickets[-1].cancel()
 
     def cancel(self) -> None:
         """Nobody reads any more: the requests end within a step."""
-        with self._lock:
-            self._cancelled = True
-            tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
+        self._cancelled = True
+        for ticket in self._tickets.copy():
             ticket.cancel()
 
     def _emit(self, part: int, event: Event) -> None:
         with suppress(RuntimeError):  # the loop has been closed: the server goes down
-            self._loop.call_soon_threadsafe(self._put, PartEvent(part, event))
+            self._loop.call_soon_threadsafe(self._put, part, event)
 
-    def _put(self, event: PartEvent) -> None:
+    def _put(self, part: int, event: Event) -> None:
         if self._queue.qsize() < MOST_UNREAD:
-            self._queue.put_nowait(event)
+            self._queue.put_nowait((part, event))
         elif not self._cancelled:
             self.cancel()
             error = TimedOut(f"the answer was not read: {MOST_UNREAD:,} pieces of it waited")
-            self._queue.put_nowait(PartEvent(0, Failed(error)))
+            self._queue.put_nowait((part, Failed(error)))
 
     async def first(self, within_s: float) -> None:
         """Wait so long for the first event, and raise the error of a request that fails at once."""
@@ -115,49 +102,55 @@ class Events:
         """
         while self._unfinished:
             event = self._first.pop() if self._first else await self._next(quiet_s)
-            if event is not None and isinstance(event.event, Done):
+            if event is not None and isinstance(event[1], Done):
                 self._unfinished -= 1
             yield event
 
     async def _next(self, within_s: float | None) -> PartEvent | None:
         with anyio.move_on_after(within_s):
-            event = await self._queue.get()
-            if isinstance(event.event, Failed):
-                raise event.event.error
-            return event
+            part, event = await self._queue.get()
+            if isinstance(event, Failed):
+                raise event.error
+            return part, event
         return None
 
 
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Work until it is done, or (then False) until the client hangs up. Raises what the work raises."""
+
+    async def hung_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(hung_up())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if done := working.done():
+            working.result()
+        return done
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def respond(request: Request, starts: Sequence[Start], reply: Reply, stream: bool) -> Response:
     """Begin requests, and answer with their reply: whole, or as a stream where none of them fails at once, as
     the status can say so. They are cancelled when one fails or the client hangs up (`ClientDisconnect`).
     """
-    events, done = Events(), False
+    events, done = Events(starts), False
 
-    async def watch() -> None:
-        await disconnected(request.receive)
-        group.cancel_scope.cancel()
+    async def work() -> None:
+        await run_sync(events.begin)
+        if stream:
+            await events.first(QUIET_S)
+        else:
+            async for event in events.each():
+                if event is not None:
+                    reply.collect(*event)
 
     try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(watch)
-            await events.begin(starts)
-            if stream:
-                await events.first(QUIET_S)
-            else:
-                async for event in events.each():
-                    if event is not None:
-                        reply.collect(*event)
-            done = True
-            group.cancel_scope.cancel()
-    except ExceptionGroup as raised:  # anyio wraps even a single one
-        raise raised.exceptions[0] from None
+        done = await while_connected(request.receive, work())
     finally:
         if not done:
             events.cancel()
