@@ -156,9 +156,7 @@ def router() -> APIRouter:
         return TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             vocab_size=len(tokenizer),
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            pad_token=tokenizer.pad_token,
+            **{name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")},
             chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
         )
 

@@ -29,6 +29,7 @@ from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
 from offload_decode.server.requests import TooLarge, WrongField
 from offload_decode.server.service import Service
 from offload_decode.store.reader import KVStore
+from offload_decode.types import Document
 
 FORM = "multipart/form-data"
 _MOST_FIELDS, _MOST_FIELD_BYTES = 100, 1 << 20
@@ -129,18 +130,10 @@ class StoreAnswer(BaseModel):
     digest: str
 
 
-class Span(BaseModel):
-    """A document: the tokens `start:end` of its store."""
-
-    name: str
-    start: int
-    end: int
-
-
 class StoreDetails(StoreAnswer):
     """A store with its documents in order, its size on disk, and how it was made."""
 
-    spans: list[Span]
+    spans: list[Document]
     bytes: int
     dtype: str
     kv: dict[str, str]
@@ -195,15 +188,9 @@ def router() -> APIRouter:
         """One store, with its documents."""
         entry, path = service.jobs.store(name)
         opened = KVStore.open(path)
-        return StoreDetails(
-            **_fields(entry, "recall", "digest"),
-            spans=[Span(name=one.name, start=one.start, end=one.end) for one in opened.documents],
-            bytes=sum(opened.cost().values()),
-            dtype=opened.manifest.dtype,
-            kv=opened.manifest.kv,
-            prefill=opened.manifest.prefill,
-            template=opened.manifest.template,
-        )
+        made = {name: getattr(opened.manifest, name) for name in ("dtype", "kv", "prefill", "template")}
+        shared, size = _fields(entry, "recall", "digest"), sum(opened.cost().values())
+        return StoreDetails(**shared, **made, spans=list(opened.documents), bytes=size)
 
     @routes.post("/v1/stores/{name}/append", status_code=202, openapi_extra=_body(Texts), **more)
     async def append(request: Request, service: AppService, name: Name) -> JobAnswer:
