@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import chain, groupby
+from os.path import commonprefix
 from typing import Any, cast
 
 from offload_decode.common.errors import ModelError
@@ -352,12 +353,10 @@ def _added(before: Sequence[str], after: Sequence[str]) -> list[str]:
 
 def _between(before: str, after: str) -> str:
     """`after` without the beginning and the end that it shares with `before`, of whole lines if possible."""
-    shortest = min(len(before), len(after))
-    head = next((i for i in range(shortest) if before[i] != after[i]), shortest)
-    same = (i for i in range(shortest - head) if before[-1 - i] != after[-1 - i])
-    end = len(after) - next(same, shortest - head)
+    head = len(commonprefix((before, after)))  # noqa: RUF071 - of letters, not of paths
+    tail = len(commonprefix((before[head:][::-1], after[head:][::-1])))  # noqa: RUF071
     starts = [head]  # of the same text, where its beginning stands in front of it too
-    size = end - head
+    size = len(after) - tail - head
     inserted = size == len(after) - len(before)
     while inserted and starts[-1] and after[starts[-1] - 1] == after[starts[-1] - 1 + size]:
         starts.append(starts[-1] - 1)

@@ -37,7 +37,6 @@ STEP_S = 0.25
 class Ticket(NamedTuple):
     """A request that was taken on. `cancel` drops it before the next step; any thread may call it."""
 
-    id: str
     cancel: Callable[[], None]
 
 
@@ -88,7 +87,7 @@ class Scheduler:
                 running.cancelled = True
                 self._changed.notify()
 
-        return Ticket(request.id, cancel)
+        return Ticket(cancel)
 
     def uses(self, name: str) -> bool:
         """Whether a name is being answered from, or an answer of it is being put away."""

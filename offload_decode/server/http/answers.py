@@ -96,15 +96,6 @@ class AskBody(Body):
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
 
-    @property
-    def answers(self) -> int:
-        """How many are wanted."""
-        return 1
-
-    def sampling(self) -> dict[str, Any]:
-        """Further fields of `Generation`."""
-        return {}
-
     def ask_options(self, settings: Settings, id: str, **more: Any) -> dict[str, Any]:
         """The fields of `AskOptions`; `more` are those of `Generation` that each route names differently."""
         temperature = settings.temperature if self.temperature is None else self.temperature
@@ -112,8 +103,7 @@ class AskBody(Body):
         return {
             "id": id,
             "model": self.model,
-            "generation": Generation(temperature=temperature, top_p=top_p, **self.sampling(), **more),
-            "n": self.answers,
+            "generation": Generation(temperature=temperature, top_p=top_p, **more),
             "selector": self.selector,
             "options": self.options,
             "deadline_s": self.deadline,
@@ -136,11 +126,12 @@ class AnswerBody(AskBody):
 
     @property
     def answers(self) -> int:
+        """How many are wanted."""
         return self.n or 1
 
-    def sampling(self) -> dict[str, Any]:
+    def ask_options(self, settings: Settings, id: str, **more: Any) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return {
+        more |= {
             "seed": None if self.seed is None else self.seed % 2**63,
             "stop": tuple(filter(None, stop)),
             "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
@@ -148,6 +139,7 @@ class AnswerBody(AskBody):
             "presence_penalty": self.presence_penalty or 0.0,
             "ignore_end": self.ignore_eos,
         }
+        return super().ask_options(settings, id, **more) | {"n": self.answers}
 
 
 class Cost(BaseModel):
