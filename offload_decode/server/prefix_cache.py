@@ -137,7 +137,7 @@ class RecentlyUsed(Generic[K, V]):
     forgotten first, and one that is larger by itself is not kept. Thread-safe.
     """
 
-    def __init__(self, most: int, size: Callable[[V], int] = lambda value: 1):
+    def __init__(self, most: int, size: Callable[[V], int]):
         self._most, self._size_of, self._size = most, size, 0
         self._values: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
-from openai.types import Model
+from openai.types import Model, ModelDeleted
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from starlette.datastructures import UploadFile
 
@@ -141,14 +141,6 @@ class StoreDetails(StoreAnswer):
     template: str
 
 
-class Deleted(BaseModel):
-    """A store that is no more."""
-
-    id: str
-    object: Literal["store"] = "store"
-    deleted: Literal[True] = True
-
-
 def router() -> APIRouter:
     """The routes; the app's `state.service` is asked."""
     routes = APIRouter()
@@ -200,10 +192,10 @@ def router() -> APIRouter:
         return _job(service, job)
 
     @routes.delete("/v1/stores/{name}", **more)
-    async def delete(service: AppService, name: Name) -> Deleted:
+    async def delete(service: AppService, name: Name) -> ModelDeleted:
         """Delete a store: its name goes at once, its files when no answer reads them any more."""
         await run_sync(service.jobs.delete, name, limiter=deleting)
-        return Deleted(id=name)
+        return ModelDeleted(id=name, object="store", deleted=True)
 
     @routes.get("/v1/jobs", **more)
     def jobs(service: AppService) -> Listed[JobAnswer]:
