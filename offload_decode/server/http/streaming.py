@@ -70,7 +70,7 @@ class Events:
         """Hand the requests to the scheduler, from a worker thread. Raises what one of them raises."""
         for part, start in enumerate(self._starts):
             self._tickets.append(start(partial(self._emit, part)))
-            if self._cancelled:  # looked at behind the list, to which `cancel` comes the other way round
+            if self._cancelled:  # `cancel` may have read the list before
                 self._tickets[-1].cancel()
 
     def cancel(self) -> None:
