@@ -29,6 +29,9 @@ from offload_decode.models.gguf import Header, StoredTensor, read_header
 LOG = logging.getLogger(__name__)
 KEPT = 16
 """Most files whose headers are kept, of up to 15 MB each; the least recently used go first."""
+# How llama.cpp's converter changes weights of these architectures; others are widened by transformers.
+PERMUTED, NORMS_WITH_ONE = ("llama",), ("gemma2", "gemma3")
+ARCHITECTURES = (*PERMUTED, *NORMS_WITH_ONE, "qwen2", "qwen3")
 _FORM = 1
 _CONFIG, _TOKENIZER, _RECORD = "config.json", "tokenizer.json", "gguf.json"
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -15,29 +15,32 @@ from torch import Tensor, nn
 from offload_decode.common.errors import ModelError
 from offload_decode.common.rows.compiled import features
 from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
-from offload_decode.common.rows.ggml_products import multiply
+from offload_decode.common.rows.ggml_products import multiply_many
 from offload_decode.hf.compat import class_of
 from offload_decode.models.gguf import StoredTensor
-from offload_decode.models.gguf_cache import Converted
+from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, Converted
 from offload_decode.models.quantization import hushed
 
 Blocks = npt.NDArray[np.uint8]
 
-FEW_ROWS = 32
+FEW_ROWS = 16
 """Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles."""
 _TILE = 8 << 20  # bytes of an unpacked tile: what stays in the cache of a processor, or nearly
 _BF16 = ("avx512bf16", "amx-bf16", "bf16")  # instructions by which products of bfloat16 are the fastest
-# How llama.cpp's converter changes weights of these architectures; others are widened by transformers.
-_PERMUTED, _NORMS_WITH_ONE = ("llama",), ("gemma2", "gemma3")
-ARCHITECTURES = (*_PERMUTED, *_NORMS_WITH_ONE, "qwen2", "qwen3")
 
 
 class BlockLinear(nn.Module):
-    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`."""
+    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`.
+
+    together: layers with the same input, itself among them; the first that is asked multiplies for all, as
+    the input is rounded and threads are woken once.
+    """
 
     def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
         super().__init__()
         self.blocks, self.kind = blocks, kind
+        self.together = [self]
+        self._known: tuple[Tensor, Tensor] | None = None
         self.out_features = len(blocks)
         self.in_features = blocks.shape[1] // FORMATS[kind].bytes * FORMATS[kind].weights
         self.bias = bias
@@ -45,12 +48,22 @@ class BlockLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
         if len(rows) <= FEW_ROWS:
-            out = torch.from_numpy(multiply(rows.float().numpy(), self.blocks, self.kind))
+            out = self._in_blocks(input, rows)
         else:
             out = self._by_tiles(rows)
         if self.bias is not None:
             out = out + self.bias
         return out.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
+
+    def _in_blocks(self, input: Tensor, rows: Tensor) -> Tensor:
+        known, self._known = self._known, None
+        if known is not None and known[0] is input:
+            return known[1]
+        found = multiply_many(rows.float().numpy(), [(one.blocks, one.kind) for one in self.together])
+        products = [torch.from_numpy(own) for own in found]
+        for one, product in zip(self.together, products, strict=True):
+            one._known = None if one is self else (input, product)
+        return products[self.together.index(self)]
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
         dtype = (
@@ -98,6 +111,7 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
     def with_blocks(self: Any, *given: Any, **named: Any) -> None:
         kind.__init__(self, *given, **named)
         _put_blocks(self, file, dtype)
+        _join(self)
 
     given: Any = type(kind.__name__, (kind,), {"__init__": with_blocks, "__module__": kind.__module__})
     tied, config.tie_word_embeddings = config.tie_word_embeddings, False  # two views of the same blocks
@@ -113,6 +127,18 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
     model.__class__ = kind
     model.config.tie_word_embeddings = tied
     return model
+
+
+_TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+def _join(model: Any) -> None:
+    """Let layers of one input be multiplied together."""
+    for module in model.modules():
+        for names in _TOGETHER:
+            found = [layer for name in names if isinstance(layer := getattr(module, name, None), BlockLinear)]
+            for layer in found:
+                layer.together = found
 
 
 class _File:
@@ -154,14 +180,14 @@ class _File:
         *rows, width = tensor.shape or (1,)
         held = self._bytes(tensor, int(np.prod(rows, dtype=np.int64)) * width // weights * size)
         wide = dequantize(held.reshape(*rows, -1), kind)
-        if self.architecture in _NORMS_WITH_ONE and name.endswith("norm.weight"):
+        if self.architecture in NORMS_WITH_ONE and name.endswith("norm.weight"):
             wide = wide - 1
         return torch.from_numpy(np.array(self._in_order(name, wide), np.float32))
 
     def _in_order(self, name: str, rows: Any) -> Any:
         """Rows as transformers has them: llama.cpp puts two that are rotated together side by side."""
         queries = ".q_proj." in name
-        if self.architecture not in _PERMUTED or not (queries or ".k_proj." in name):
+        if self.architecture not in PERMUTED or not (queries or ".k_proj." in name):
             return rows
         heads = self.heads[0] if queries else self.heads[1]
         pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])

@@ -50,7 +50,7 @@ FORMATS = {
     "gptq": Format("GPTQ", ("accelerate", "gptqmodel", "optimum"), "gptqmodel optimum", _EVERYWHERE),
     "mxfp4": Format("MXFP4", ("accelerate",), _QUANT, _GPU),
     "torchao": Format("torchao", ("accelerate", "torchao"), "accelerate torchao", _EVERYWHERE),
-    GGUF: Format("GGUF", ("accelerate", "gguf"), _QUANT, _NONE),
+    GGUF: Format("GGUF", ("accelerate", "gguf"), _QUANT, frozenset({"cpu"})),
 }
 # What a GPU must have to run these packed: the least compute capability, and modules.
 _ON_GPU = {"fp8": ((8, 9), ("kernels",)), "mxfp4": ((7, 5), ("kernels", "triton"))}

@@ -13,8 +13,8 @@ from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.models import quantization
 from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
 from offload_decode.models.fingerprints import file_hash, files_hash
-from offload_decode.models.gguf_cache import converted
-from offload_decode.models.gguf_model import ARCHITECTURES, block_model
+from offload_decode.models.gguf_cache import ARCHITECTURES, converted
+from offload_decode.models.gguf_model import block_model
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 

@@ -12,17 +12,19 @@ import torch
 
 from offload_decode.attention.transfers import power_of_two
 from offload_decode.hf.compat import DTYPES, stored_dtype
+from offload_decode.hf.meta_device import Unfilled
 from offload_decode.hf.positions import NO_LENGTHS, Lengths, lengths_of
 from offload_decode.hf.shape import text_config, text_model
 from offload_decode.hf.user_cache import cached
 from offload_decode.models.checkpoint import CONFIG, bounded, model_errors, read_config, source_of
 from offload_decode.models.gguf import SUFFIX
+from offload_decode.models.gguf_cache import ARCHITECTURES, converted
 from offload_decode.models.layer_streaming import layers_of
-from offload_decode.models.quantization import GGUF, quantization_of, replaceable, runs_packed
+from offload_decode.models.quantization import GGUF, check_packages, quantization_of, replaceable, runs_packed
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import ModelShape
 
-_FORM = 4
+_FORM = 5
 """Version of a cached outline."""
 _LONGEST = 256  # characters of a pattern
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
@@ -140,13 +142,20 @@ class Outline:
 def outline(model_id: str) -> Outline:
     """The outline of a shipped model, a folder, a .gguf file or a transformers id; only the config is read.
 
-    Counting parameters takes seconds of imports: the outline of a folder is cached by its config's bytes.
-    Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
+    Counting parameters takes seconds of imports: the outline of a folder or file is cached by its config's
+    bytes. Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
-    path = Path(source_of(model_id)) / CONFIG
+    source = source_of(model_id)
+    size = 0
+    if source.endswith(SUFFIX):
+        with model_errors(f"cannot read the config of '{model_id}'"):
+            check_packages(GGUF)
+            path, size = converted(Path(source)).folder / CONFIG, Path(source).stat().st_size
+    else:
+        path = Path(source) / CONFIG
     if not path.is_file():  # a transformers id, or an error that is raised below
         return _counted(model_id)
-    of = ["outline", _FORM, sha256(bounded(path)).hexdigest()]
+    of = ["outline", _FORM, size, sha256(bounded(path)).hexdigest()]
     found = cached(of, lambda: _counted(model_id), lambda it: [asdict(it.shape), *astuple(it)[2:]], _parsed)
     return replace(found, model_id=model_id)
 
@@ -164,14 +173,22 @@ def _parsed(stored: Any) -> Outline:
 def _counted(model_id: str) -> Outline:
     config, shape = read_config(model_id)
     with model_errors(f"cannot read the config of '{model_id}'"):
-        with torch.device("meta"):
+        with Unfilled(), torch.device("meta"):
             model = text_model(text_config(config))
         found = outline_of(model, model_id, shape)
         if (quantization := quantization_of(config)) is None:
-            return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found
+            return _of_file(found, Path(source_of(model_id)))
         packed, experts = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
     method = quantization["quant_method"]
     return replace(found, linear=0, linear_rows=0, format=method, packed=packed, packed_experts=experts)
+
+
+def _of_file(found: Outline, source: Path) -> Outline:
+    """Of a GGUF file, whose blocks are mapped as they are where its architecture is known."""
+    if source.suffix != SUFFIX:
+        return found
+    packed = source.stat().st_size if converted(source).architecture in ARCHITECTURES else 0
+    return replace(found, format=GGUF, dtype="bfloat16", packed=packed)
 
 
 def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:

@@ -12,7 +12,7 @@ from offload_decode.attention.host_tokens import ENTRIES
 from offload_decode.attention.transfers import power_of_two
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows import encodings
-from offload_decode.config import STREAMED
+from offload_decode.config import FULL, STREAMED
 from offload_decode.indexes import registry
 from offload_decode.indexes.base import Costs
 from offload_decode.kv import placement
@@ -37,7 +37,7 @@ def itemsize(dtype: str) -> int:
 
 def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
     """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype."""
-    if outline.runs_packed(on_gpu):
+    if outline.runs_packed(on_gpu) and (weights == "auto" or not outline.linear):
         return outline.packed
     item = itemsize(outline.dtype)
     rest = (outline.parameters - outline.linear) * item
@@ -220,7 +220,7 @@ def staging_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: s
 # What is to be planned: a model, a number of tokens, and the settings that sizes follow from.
 
 KV = tuple(KV_KINDS)
-WEIGHTS = ("auto", "fp16", "int8", "int4")
+WEIGHTS = ("auto", FULL, "fp16", "int8", "int4")
 SELECTORS = ("topk", "quest", "dense")
 QUESTION_TOKENS = PASS_TOKENS  # a question and its answer are planned with twice as many in all
 

@@ -43,7 +43,9 @@ def test_a_folder_of_one_file_is_that_file(whole: Path) -> None:
     by_folder, by_name = outline(str(whole.parent)), outline(str(whole))
     assert by_folder.shape == by_name.shape
     assert by_name.format == "gguf"
-    assert by_name.dtype == "float32"
+    assert by_name.dtype == "bfloat16"
+    assert by_name.packed == whole.stat().st_size
+    assert (by_name.runs_packed(on_gpu=False), by_name.runs_packed(on_gpu=True)) == (True, False)
 
 
 def test_a_store_finds_the_file_again_from_anywhere(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

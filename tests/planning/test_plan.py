@@ -208,7 +208,7 @@ def test_weights_are_streamed_to_gpus_alone_and_whole():
     tight = plan(packed, Workload(1 << 17), replace(roomy, gpu=6 * GIB))
     assert nearest_prefill(tight) is None
     assert weights_given("streamed") == {"weights": "auto", "streamed": True}
-    with pytest.raises(ConfigError, match="choose one of: auto, fp16, int8, int4, streamed"):
+    with pytest.raises(ConfigError, match="choose one of: auto, full, fp16, int8, int4, streamed"):
         weights_given("int3")
 
 
