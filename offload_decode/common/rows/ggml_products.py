@@ -49,7 +49,7 @@ Float32 = npt.NDArray[np.float32]
 TOGETHER = 4  # rows of activations that share the unpacked codes
 _PARTS = 4
 _AHEAD = 4096  # bytes of blocks
-_TASK = 1 << 19  # bytes of blocks: some tens of microseconds, beside which taking a task is nothing
+_TASK = 1 << 18  # bytes of blocks for one row of activations: less is done before a thread has woken up
 _TILE = 16  # rows of weights that meet four rows of activations while these are in the nearest cache
 
 
@@ -331,12 +331,16 @@ def multiply_many(x: Float32, matrices: Iterable[tuple[Blocks, int]]) -> list[Fl
     given = quantized(x)
     outs = [np.empty((len(given.codes), len(blocks)), np.float32) for blocks, _ in matrices]
     tasks = []
+    left, least = sum(blocks.size for blocks, _ in matrices), _TASK // max(1, len(x))
     for (blocks, kind), out in zip(matrices, outs, strict=True):
-        loop, flat = _loop(kind, FORM), as_bytes(blocks)
-        step = max(1, min(_TASK // blocks.shape[1], -(-len(blocks) // threads.THREADS)))
-        for first in range(0, len(blocks), step):
-            last = min(first + step, len(blocks))
+        loop, flat, first = _loop(kind, FORM), as_bytes(blocks), 0
+        while first < len(blocks):
+            # Large ones first, as each costs some microseconds, and small ones so that threads end together.
+            size = max(least, left // (2 * threads.THREADS))
+            last = min(len(blocks), first + max(1, size // blocks.shape[1]))
             tasks.append(partial(loop, flat, first, last, *given, out))
+            left -= (last - first) * blocks.shape[1]
+            first = last
     shared = iter(tasks)  # a thread takes the next as it is ready: other work may slow one of them down
 
     def work(_: int) -> None:
