@@ -1,6 +1,5 @@
 """Weights in GGUF's blocks: unpacked as the gguf package does, and multiplied where they lie."""
 
-import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +8,9 @@ from offload_decode.common.errors import ModelError
 from offload_decode.common.rows import ggml_blocks, ggml_products
 from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
 from offload_decode.common.rows.ggml_products import multiply, multiply_many, quantized
+from tests.common.test_scan import run_compiled
 
+gguf = pytest.importorskip("gguf")
 HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 12: [0, 2], 13: [0, 2], 14: [208]}  # bytes of float16
 KINDS = [pytest.param(kind, id=form.name) for kind, form in FORMATS.items()]
 OF_512 = 37  # rows, no multiple of what a thread or a tile takes
@@ -136,6 +137,45 @@ def test_what_is_not_finite_is_not_hidden(value):
     found = multiply(activations(1), random_blocks(8, scales=scales), 8)
     assert not np.isfinite(found[0, 3])
     assert np.isfinite(np.delete(found, 3)).all()
+
+
+@pytest.mark.parametrize("kind", [6, 14])
+def test_activations_of_one_sign_lose_nothing(kind):
+    """What codes are stored with would add up to far more than the products themselves."""
+    x, blocks = np.abs(activations(1, 8192)), random_blocks(kind, 3, 8192)
+    codes, scales, *_ = quantized(x)
+    rounded = (codes.reshape(*scales.shape, 32) * scales[..., None]).reshape(1, -1).astype(np.float64)
+    weights = unpacked(blocks, kind).T.astype(np.float64)
+    found = multiply(x, blocks, kind)
+    assert (np.abs(found - rounded @ weights) <= 1e-6 * (rounded @ np.abs(weights))).all()
+
+
+def test_blocks_of_a_mapped_file_are_read_where_they_lie(tmp_path):
+    blocks = random_blocks(12)
+    blocks.tofile(tmp_path / "blocks")
+    mapped = np.memmap(tmp_path / "blocks", np.uint8, "r", shape=blocks.shape)
+    np.testing.assert_array_equal(multiply(activations(1), mapped, 12), multiply(activations(1), blocks, 12))
+    np.testing.assert_array_equal(unpacked(mapped, 12), unpacked(blocks, 12))
+
+
+GENERIC = """
+import numpy as np
+from offload_decode.common.rows import compiled, ggml_blocks, ggml_products
+blocks = np.random.default_rng(0).integers(0, 256, (5, 34 * 4), np.uint8)
+blocks[:, ::34], blocks[:, 1::34] = 1, np.array([0x00, 0x3C, 0x80, 0xBC, 0x10])[:, None]
+weights, x = np.empty((5, 128), "f"), np.random.default_rng(1).standard_normal((1, 128)).astype("f")
+ggml_blocks.unpack(blocks, 8, weights)
+codes, scales = (blocks.reshape(5, 4, 34)[..., part].copy() for part in (slice(2, None), slice(0, 2)))
+assert (weights.reshape(5, 4, 32) == codes.view("i1") * scales.view("f2").astype("f")).all()
+found = ggml_products.multiply(x, blocks, 8)
+assert (abs(found - x @ weights.T) <= 0.02 * (abs(x) @ abs(weights).T)).all()
+print(ggml_products.FORM, compiled.converts())
+"""
+
+
+@pytest.mark.slow
+def test_code_for_any_processor_gives_the_same(tmp_path):
+    assert run_compiled(GENERIC, tmp_path, NUMBA_CPU_NAME="generic") == "vectors False"
 
 
 def test_activations_of_nothing_give_nothing():

@@ -1,4 +1,4 @@
-"""Stored rows and the compiled loops over them: codecs, scores, copies, threads."""
+"""Stored rows and the compiled loops over them: codecs, scores, copies, threads; GGUF's blocks."""
 
 import os
 

@@ -262,8 +262,10 @@ def checked(blocks: Blocks, kind: int) -> tuple[Format, int]:
 
 
 def as_bytes(blocks: Blocks) -> Blocks:
-    """All bytes in one row that is not to be written, mapped or not: loops are compiled once."""
-    flat = blocks.reshape(-1)
+    """All bytes in one row that is not to be written, of numpy's own class: loops are compiled once, for
+    mapped files too.
+    """
+    flat = blocks.reshape(-1).view(np.ndarray)
     flat.flags.writeable = False
     return flat
 
