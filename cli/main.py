@@ -3,6 +3,7 @@
 import atexit
 import gc
 import io
+import logging
 import sys
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from offload_decode.cli import (
     append,
     ask,
     batch,
+    cache,
     chat,
     collect,
     demo,
@@ -79,11 +81,18 @@ def offload_decode(
 for command in (
     *(prefill.prefill, append.append, collect.collect, plan.plan, index.index),
     *(ask.ask, chat.chat, batch.batch, serve.serve, models.models, selectors.selectors),
-    *(inspect.inspect, verify.verify, push_pull.push, push_pull.pull, demo.demo, doctor.doctor),
+    *(inspect.inspect, verify.verify, push_pull.push, push_pull.pull, cache.cache, demo.demo, doctor.doctor),
 ):
     panelled = command in (ask.ask, chat.chat, batch.batch)
     app.command(command.__name__, cls=PanelledCommand if panelled else None)(command)
 app.add_typer(eval.app, name="eval")
+
+
+class _Notes(logging.Handler):
+    """Prints what takes a while once a machine, such as the header of a GGUF file."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        output.note(record.getMessage())
 
 
 def main() -> None:
@@ -93,6 +102,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
     gc.set_threshold(50_000, 20, 20)  # imports make a million objects, none of them garbage
     skip_slow_imports()
+    slow = logging.getLogger("offload_decode.models.gguf_cache")
+    slow.setLevel(logging.INFO)
+    slow.addHandler(_Notes())
     atexit.register(_leave_garbage)
     app()
 

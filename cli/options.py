@@ -256,7 +256,7 @@ Model = Annotated[
     option("M", "Model id, folder or .gguf file, if not the one that the store names.", panel=MODEL),
 ]
 Weights = Annotated[
-    str, option("W", "Weights of the model: auto (as prefilled), full (its own), int8 or int4.", panel=MODEL)
+    str, option("W", "Weights of the model: auto (as prefilled), full (unpacked), int8 or int4.", panel=MODEL)
 ]
 Device = Annotated[str, option("D", "auto, cpu, cuda or cuda:N.", panel=MODEL)]
 GpuMemory = Annotated[str | None, option("SIZE", "Limit on GPU memory, such as 16GiB.", panel=MODEL)]

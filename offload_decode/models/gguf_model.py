@@ -47,10 +47,7 @@ class BlockLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
-        if len(rows) <= FEW_ROWS:
-            out = self._in_blocks(input, rows)
-        else:
-            out = self._by_tiles(rows)
+        out = self._in_blocks(input, rows) if len(rows) <= FEW_ROWS else self._by_tiles(rows)
         if self.bias is not None:
             out = out + self.bias
         return out.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
