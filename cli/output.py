@@ -130,6 +130,37 @@ _UNITS = {
 }
 
 
+_GROWING = "prefill"
+"""A stage each of whose tokens attends to those before it: the time grows with their square too."""
+
+
+class _Pace:
+    """Of a stage: elapsed seconds, fitted as a (n - first) + b (n² - first²), with b where the stage grows."""
+
+    def __init__(self, first: int, grows: bool, began: float):
+        self.first, self.grows, self.began = first, grows, began
+        self._sums = [0.0] * 5  # of u², v², u v, u t, v t
+
+    def left(self, done: int, total: int, now: float) -> float | None:
+        """Seconds until `total`, where `done` are done now; None before there is anything to judge by."""
+        u, v = float(done - self.first), float(done**2 - self.first**2)
+        t = now - self.began
+        terms = u * u, v * v, u * v, u * t, v * t
+        self._sums = [held + term for held, term in zip(self._sums, terms, strict=True)]
+        uu, vv, uv, ut, vt = self._sums
+        if not uu or t <= 0:
+            return None
+        a, b = ut / uu, 0.0
+        apart = uu * vv - uv * uv
+        if self.grows and apart > 1e-9 * uu * vv:
+            a, b = (ut * vv - vt * uv) / apart, (vt * uu - ut * uv) / apart
+            if a < 0:
+                a, b = 0.0, vt / vv
+            elif b < 0:
+                a, b = ut / uu, 0.0
+        return a * (total - done) + b * (total**2 - done**2)
+
+
 class Progress:
     """Progress on stderr: a bar on a terminal, elsewhere a line every `PLAIN_EVERY_S` seconds.
 
@@ -141,8 +172,8 @@ class Progress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._stage = ""
-        self._first = 0
-        self._began = self._last = 0.0
+        self._pace = _Pace(0, grows=False, began=0.0)
+        self._last = 0.0
 
     def __enter__(self) -> Self:
         if not self._quiet and sys.stderr.isatty():
@@ -159,29 +190,31 @@ class Progress:
             return
         now, about = time.monotonic(), f" {one_line(about)}" if about else ""
         if stage != self._stage:
-            self._stage, self._first = stage, done
-            self._began = self._last = now
+            self._stage, self._pace = stage, _Pace(done, stage == _GROWING, now)
+            self._last = now
             if self._bar is not None:
                 if self._task is not None:
                     self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(stage, total=None, completed=done, counts="", about="")
-        speed = (done - self._first) / (now - self._began) if now > self._began else 0.0
+        left, passed = self._pace.left(done, total, now), now - self._pace.began
+        speed = (done - self._pace.first) / passed if passed > 0 else 0.0
         counts = _counts(stage, done, total, speed)
+        if counts and left is not None:
+            counts += f", {duration(left)} left"
         if self._bar is not None and self._task is not None:
             known = total if stage in _UNITS else None
             self._bar.update(self._task, completed=done, total=known, counts=counts, about=about)
         elif now - self._last >= PLAIN_EVERY_S:
             self._last = now
-            left = f", {duration((total - done) / speed)} left" if counts and speed else ""
-            note(f"{stage}{about}: {counts}{left}" if counts else f"{stage}{about} …")
+            note(f"{stage}{about}: {counts}" if counts else f"{stage}{about} …")
 
 
 def _bar() -> Bar:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     named = TextColumn("{task.description}{task.fields[about]}", markup=False)
-    columns = named, BarColumn(), TextColumn("{task.fields[counts]}"), TimeRemainingColumn()
+    columns = named, BarColumn(), TextColumn("{task.fields[counts]}")
     stderr = Console(stderr=True)
     return Progress(*columns, console=stderr, transient=True, redirect_stdout=False, redirect_stderr=False)
 

@@ -88,6 +88,24 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(monkeypatch, ca
     assert capsys.readouterr() == ("", "prefill: 100 of 100 tokens, 5 tokens/s, 0.0 s left\n")
 
 
+@pytest.mark.parametrize("first", [0, 3000])
+def test_what_is_left_of_a_dense_prefill_grows_with_its_square(first):
+    """Each chunk takes as long as all before it are many; the mean so far would promise half of it."""
+    spent = lambda done: 0.004 * (done - first) + 1e-6 * (done**2 - first**2)  # noqa: E731
+    pace = output._Pace(first, grows=True, began=7.0)
+    for done in range(first + 512, 6000, 512):
+        left = pace.left(done, 16000, 7.0 + spent(done))
+    assert left == pytest.approx(spent(16000) - spent(done), rel=0.01)
+
+
+def test_what_is_left_of_other_stages_follows_their_mean():
+    pace = output._Pace(0, grows=False, began=0.0)
+    assert pace.left(0, 100, 0.0) is None
+    assert pace.left(10, 100, 3.0) == pytest.approx(27.0)
+    uneven = output._Pace(0, grows=True, began=0.0)  # it grew faster at first: no time is below zero
+    assert [uneven.left(done, 100, now) for done, now in ((10, 9.0), (20, 10.0), (30, 11.0))][-1] > 0
+
+
 def test_on_a_terminal_progress_is_a_transient_bar(monkeypatch, capsys):
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
