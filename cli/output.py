@@ -135,7 +135,7 @@ _GROWING = "prefill"
 
 
 class _Pace:
-    """Of a stage: elapsed seconds, fitted as a (n - first) + b (n² - first²), with b where the stage grows."""
+    """Of a stage: elapsed seconds, fitted as a (n - first) + b (n² - first²), with b where it grows."""
 
     def __init__(self, first: int, grows: bool, began: float):
         self.first, self.grows, self.began = first, grows, began
