@@ -70,8 +70,6 @@ audit: .venv/ready-dev
 bench: .venv/ready-dev .bench/docs.kv
 	$(BIN)/python -m benchmarks.step --baseline-heads 1 --seconds 1
 	$(BIN)/python -m benchmarks.decode --store .bench/docs.kv
-	$(BIN)/python -m benchmarks.store --store .bench/docs.kv
-	$(BIN)/python -m benchmarks.history --last 3
 
 .bench/docs.kv: | .venv/ready-dev
 	$(BIN)/offload-decode prefill docs --model demo --out $@

@@ -6,8 +6,7 @@ top-k with the exact scan and every index beside the store, and Quest. The time 
 search, gathering rows, attending to them, the model (transformers' own code between attention calls), and
 Python: all else of ours, with the tail's attention, masks, merging and sampling.
 
-`idle`: what a step of the same way takes on IDLE stored tokens, where there is nothing to read, beyond
-transformers' step on the same: Python and dispatch. `same`: the share of the answers' tokens, up to the first
+`same`: the share of the answers' tokens, up to the first
 that differs, that dense attention to the store gives too.
 """
 
@@ -19,11 +18,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -42,14 +39,10 @@ from offload_decode.hf.compat import generate_name
 from offload_decode.indexes import registry
 from offload_decode.kv.indexes import indexes_folder
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.prefill_jobs.indexing import build_indexes
-from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document
 
 BASELINE = "transformers, full cache"
 DENSE = "dense"
-IDLE = 64
 STAGES = ("search", "gather", "attend", "model", "Python")
 Answers = list[tuple[int, ...]]
 
@@ -130,7 +123,6 @@ class Row:
     seconds: float
     stages: dict[str, float]
     same: float
-    idle: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -255,39 +247,20 @@ def different(questions: int) -> list[str]:
     return [ASK.format(key=key) for key in words.keys(rng, questions)]
 
 
-@contextmanager
-def idle_store(store: KVStore, loaded: LoadedModel) -> Iterator[KVStore]:
-    """The first IDLE tokens of a store, as a store of their own with the same indexes."""
-    tokens = np.array(store.tokens[:IDLE])
-    with TemporaryDirectory(prefix="offload-decode-idle-") as folder:
-        path = Path(folder) / "idle.kv"
-        prefill_tokens(loaded, tokens, [Document("idle", 0, len(tokens))], path)
-        for kind in registry.kinds():
-            if kind != "flat" and (indexes_folder(store.path) / kind).is_dir():
-                build_indexes(path, kind)
-        yield KVStore.open(path)
-
-
 def compared(bench: Bench, counts: Sequence[int]) -> list[Row]:
     """Every way with every number of questions."""
     rows: list[Row] = []
-    with idle_store(bench.store, bench.loaded) as small:
-        idle = replace(bench, store=small, seconds=bench.seconds / 4)
-        for count in counts:
-            questions = different(count)
-            expected: Answers | None = None
-            least, _ = idle.measured(BASELINE, questions, None)
-            for way in (DENSE, *ways(bench.store.path, bench.budget), BASELINE):
-                print(f"{way}, {count} at once", file=sys.stderr, flush=True)
-                if way == BASELINE and not fits(bench.store, count):
-                    print(f"{way} does not fit into memory", file=sys.stderr)
-                    continue
-                row, answers = bench.measured(way, questions, expected)
-                expected = answers if way == DENSE else expected
-                if way != BASELINE:
-                    still, _ = idle.measured(way, questions, None)
-                    row = replace(row, idle=max(0.0, still.seconds - least.seconds))
-                rows.append(row)
+    for count in counts:
+        questions = different(count)
+        expected: Answers | None = None
+        for way in (DENSE, *ways(bench.store.path, bench.budget), BASELINE):
+            print(f"{way}, {count} at once", file=sys.stderr, flush=True)
+            if way == BASELINE and not fits(bench.store, count):
+                print(f"{way} does not fit into memory", file=sys.stderr)
+                continue
+            row, answers = bench.measured(way, questions, expected)
+            expected = answers if way == DENSE else expected
+            rows.append(row)
     return rows
 
 
@@ -303,7 +276,7 @@ def ratios(rows: Sequence[Row]) -> Iterator[tuple[Row, float | None, float | Non
 def show(rows: Sequence[Row]) -> str:
     """A table of all rows."""
     heads = ["way", "questions", "tokens/s", "step, ms", *(f"{stage}, ms" for stage in STAGES)]
-    heads += ["idle, ms", "of 1 question", f"x {BASELINE}", "same"]
+    heads += ["of 1 question", f"x {BASELINE}", "same"]
     cells = [
         [
             row.way,
@@ -311,7 +284,6 @@ def show(rows: Sequence[Row]) -> str:
             f"{row.tokens_per_second:,.1f}",
             f"{row.seconds * 1e3:.2f}",
             *(f"{row.stages[stage] * 1e3:.2f}" for stage in STAGES),
-            "" if row.idle is None else f"{row.idle * 1e3:.2f} ({row.idle / row.seconds:.0%})",
             *("" if ratio is None else f"{ratio:.2f}x" for ratio in (of_one, faster)),
             f"{row.same:.0%}",
         ]
@@ -330,21 +302,17 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
             found[f"{name}/x transformers"] = faster
         if of_one is not None and row.questions > 1:
             found[f"{name}/of 1 question"] = of_one
-        if row.idle is not None:
-            found[f"{name}/idle share"] = row.idle / row.seconds
     return found
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = history.option_parser(__doc__)
-    parser.add_argument("--store", type=Path, help="a store; its model is loaded, on the CPU")
+    parser.add_argument("--store", type=Path, required=True, help="its model is loaded, on the CPU")
     parser.add_argument("--budget", default="1024", help="stored tokens for each query, of topk and quest")
     parser.add_argument("--questions", default="1,4,16", help="at once, separated by commas")
     parser.add_argument("--tokens", type=int, default=12, help="of each answer")
     parser.add_argument("--seconds", type=float, default=3.0, help="for the repetitions of a way")
     arguments = parser.parse_args(argv)
-    if arguments.store is None:
-        parser.error("--store is needed: make one with `offload-decode prefill`")
     if arguments.quick:
         arguments.questions, arguments.tokens, arguments.seconds, arguments.budget = "1,2", 4, 0.0, "16"
     if arguments.tokens < 4:

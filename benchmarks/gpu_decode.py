@@ -158,12 +158,12 @@ def search_bytes(engine: Engine, queries: torch.Tensor, k: int) -> tuple[Any, fl
     shape, heads = engine.loaded.shape, range(engine.loaded.shape.kv_heads)
     steps = queries[0, :2].unflatten(1, (shape.kv_heads, shape.group)).cpu().numpy()
     keys, values = ([rows(0, head) for head in heads] for rows in (engine.store.keys, engine.store.values))
-    layer = layers.Layer("long-tailed", keys, values, steps, steps[0], shape.head_dim**-0.5)
+    layer = layers.Layer(keys, values, steps, steps[0], shape.head_dim**-0.5)
     built = [engine.selector.indexes.get(0, head) for head in heads]  # type: ignore[attr-defined]
-    ids = [type(built[0]).search_heads(built, step, k).ids for step in steps]
-    exact = fidelity.truth(layer, [k])
-    judged = fidelity.judge(layer, exact, k, exact.best[k], ids)
-    return search_traffic(layer, built, steps[0], list(ids[0])), judged.ratio
+    ids = type(built[0]).search_heads(built, steps[0], k).ids
+    exact = fidelity.Truth.of_steps(layer, [k])
+    judged = exact.judge(k, list(type(built[0]).search_heads(built, exact.rows, k).ids))
+    return search_traffic(layer, built, steps[0], list(ids)), judged.ratio
 
 
 def decoded(engine: Engine, queries: torch.Tensor, tokens: int) -> dict[str, Any]:

@@ -1,14 +1,10 @@
-"""Figures by commit: `python -m benchmarks.history [NAME] [--figures 'GLOB']`.
-
-Every full run of a benchmark adds one line of JSON to `benchmarks/results/history.jsonl`.
-"""
+"""Every full run of a benchmark adds one line of JSON to `benchmarks/results/history.jsonl`."""
 
 import argparse
 import datetime
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +39,18 @@ def save(
     host: Machine,
     **details: Any,
 ) -> None:
-    """Everything to `--json`, where it was given; the figures of a full run to the history."""
+    """Everything to `--json`, where it was given; the figures of a full run, which are single numbers by
+    name, ratios above all, to the history.
+    """
+    found = {**made_with(host), "settings": settings, "figures": figures}
     if arguments.json:
-        saved = {"settings": settings, **made_with(host), "figures": figures, **details}
-        arguments.json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps({**found, **details}, indent=1) + "\n", encoding="utf-8")
     if not arguments.quick:
-        append(arguments.results, benchmark, settings, figures, host)
-
-
-def append(
-    folder: Path, benchmark: str, settings: Mapping[str, Any], figures: Mapping[str, float], host: Machine
-) -> None:
-    """Adds a run to the history in `folder`. `figures` are single numbers by name, ratios above all."""
-    line = {
-        "benchmark": benchmark,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **made_with(host),
-        "settings": settings,
-        "figures": figures,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / NAME, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        line = {"benchmark": benchmark, "commit": commit(), "date": date, **found}
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        with open(arguments.results / NAME, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def commit() -> str:
@@ -76,27 +61,6 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return short + ("+" if changed else "")
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """All runs, the oldest first."""
-    path = folder / NAME
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def show(runs: Sequence[Mapping[str, Any]], pattern: str = "*", last: int = 6) -> str:
-    """A table for each benchmark: a figure a row, one of the last runs a column."""
-    parts = []
-    for name in sorted({run["benchmark"] for run in runs}):
-        shown = [run for run in runs if run["benchmark"] == name][-last:]
-        figures = dict.fromkeys(figure for run in shown for figure in run["figures"])
-        rows = [
-            [figure, *(f"{run['figures'][figure]:.4g}" if figure in run["figures"] else "" for run in shown)]
-            for figure in figures
-            if fnmatch(figure, pattern)
-        ]
-        parts.append(table([name, *(f"{run['commit']} {run['date'][:10]}" for run in shown)], rows))
-    return "\n\n".join(parts)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -116,18 +80,3 @@ def _git(*arguments: str) -> str:
         ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("benchmark", nargs="?", help="only this one, such as `step`")
-    parser.add_argument("--figures", default="*", help="only the figures of these names, such as '*131072*'")
-    parser.add_argument("--last", type=int, default=6, help="runs that are shown of each")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the history lies")
-    arguments = parser.parse_args()
-    runs = [run for run in read(arguments.results) if arguments.benchmark in (None, run["benchmark"])]
-    print(show(runs, arguments.figures, arguments.last) or "There is no such run.")
-
-
-if __name__ == "__main__":
-    main()

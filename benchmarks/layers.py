@@ -1,27 +1,27 @@
 """One attention layer to measure on: stored keys and values, queries that tune, and others that judge.
 
-`long-tailed`: made up. Topics with Zipf weights persist over runs of about 32 tokens; a key is its topic's
+Made up, with a long tail. Topics with Zipf weights persist over runs of about 32 tokens; a key is its topic's
 centre, noise of its own and an offset that all keys of a head share, in channels of unequal strength. A query
 is a direction that no key has, noise, and sixteen topics, half of them shared by the group, with weights that
-fall as a power; rare topics are as likely as frequent ones. `gaussian`: independent keys, the hard case.
-`captured`: keys, values and sampled prefill queries of a store; what it holds of every full layer stands
-side by side, as heads of one layer.
+fall as a power; rare topics are as likely as frequent ones.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from offload_decode.attention.queries import Queries
 from offload_decode.indexes.files import aligned
-from offload_decode.store.reader import KVStore
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.store.memory import MemoryStore
+from offload_decode.types import LayerKind, ModelShape, Selection, StepStats
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
@@ -41,7 +41,6 @@ class Layer:
     steps, to be timed and judged. tuning `[Hkv, M, D]` float32: other queries, from which indexes may learn.
     """
 
-    name: str
     keys: list[Array]
     values: list[Array]
     steps: Float32
@@ -111,28 +110,12 @@ class MadeUp:
             queries += self._queries(generator) * strength
             return keys, values, (np.float32(LOUDNESS) * (queries + elsewhere)).astype(np.float32)
 
-        return self._layer("long-tailed", head)
-
-    def gaussian(self) -> Layer:
-        """Independent normal keys, values and queries."""
-        centre, noise = np.zeros((1, self.dim), np.float32), np.ones(self.dim, np.float32)
-        topics = np.zeros(self.length, np.int64)
-
-        def head(number: int) -> tuple[Array, Array, Float32]:
-            keys, values = (self._rows(side, number, centre, noise, topics) for side in (5, 6))
-            return keys, values, self._queries(np.random.default_rng([self.seed, 4, number]))
-
-        return self._layer("gaussian", head)
-
-    def _layer(self, name: str, head: Callable[[int], tuple[Array, Array, Float32]]) -> Layer:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             keys, values, queries = zip(*pool.map(head, range(self.heads)), strict=True)
         by_step = np.ascontiguousarray(np.stack(queries).swapaxes(0, 1))
-        tuning = by_step[self.steps :].swapaxes(0, 1).reshape(self.heads, -1, self.dim)
-        scaling = self.dim**-0.5
-        return Layer(
-            name, list(keys), list(values), by_step[: self.steps], np.ascontiguousarray(tuning), scaling
-        )
+        tuning = by_step[self.steps :].swapaxes(0, 1).reshape(self.heads, -1, dim)
+        steps, scaling = by_step[: self.steps], dim**-0.5
+        return Layer(list(keys), list(values), steps, np.ascontiguousarray(tuning), scaling)
 
     def _queries(self, generator: np.random.Generator) -> Float32:
         rows = _normal(generator, (self.steps + TUNING) * self.group, self.dim)
@@ -150,26 +133,21 @@ class MadeUp:
         return aligned(rows)  # as a store's are
 
 
-def captured(path: Path, *, steps: int = 32) -> Layer:
-    """What the store at `path` holds, with the scaling `D ** -0.5`. Of its sampled queries, groups of
-    neighbours are taken in turns to tune and to judge.
-    """
-    store = KVStore.open(path)
-    shape = store.manifest.shape
-    # Layers take turns, so that the first few heads are of several.
-    places = [(layer, head) for head in range(shape.kv_heads) for layer in shape.full_layers]
-    sampled = np.stack([np.asarray(store.queries(*place), np.float32) for place in places])
-    whole = sampled.shape[1] // (2 * shape.group) * 2 * shape.group
-    grouped = sampled[:, :whole].reshape(len(places), -1, 2, shape.group, shape.head_dim)
-    spread = np.linspace(0, grouped.shape[1] - 1, min(steps, grouped.shape[1])).astype(int)
-    return Layer(
-        "captured",
-        [store.keys(*place) for place in places],
-        [store.values(*place) for place in places],
-        np.ascontiguousarray(grouped[:, spread, 1].transpose(1, 0, 2, 3)),
-        np.ascontiguousarray(grouped[:, :, 0].reshape(len(places), -1, shape.head_dim)),
-        shape.head_dim**-0.5,
-    )
+class MemoryLayer:
+    """A layer behind the engine's `HostKV`, without a store on disk."""
+
+    def __init__(self, layer: Layer):
+        self.layer = layer
+        _, heads, self.group, dim = layer.steps.shape
+        self.shape = ModelShape.uniform((LayerKind.FULL,), heads * self.group, heads, dim)
+        self.host = HostKV(MemoryStore(self.shape, [layer.keys], [layer.values]), torch.device("cpu"))
+
+    def queries(self, rows: Float32) -> Queries:
+        return Queries(torch.from_numpy(rows), self.layer.scaling, None, self.group)
+
+    def attend(self, rows: Float32, selection: Selection) -> Float32:
+        out: Float32 = self.host.attend(0, self.queries(rows), selection, StepStats()).out.numpy()
+        return out
 
 
 def _topics(length: int, generator: np.random.Generator) -> Topics:

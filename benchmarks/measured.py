@@ -6,34 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fidelity import ENOUGH, Fidelity, Truth, judge
+from benchmarks.fidelity import ENOUGH, Fidelity, Truth, together
 from benchmarks.history import table
 from benchmarks.layers import Float32, Layer
-from benchmarks.machine import Machine, Timing, timed
+from benchmarks.machine import Machine, timed
 from benchmarks.ways import BASELINE, Way
 
 NEARLY = ENOUGH - 0.01  # baselines are tuned on other queries than they are judged on
-
-EVERYTHING = ("torch dense", "transformers")  # ways that attend to all tokens, whatever k
-
+DENSE = "torch dense"  # attends to all tokens, whatever k
 # What ratios are taken to, by the beginning of a name: of several, the fastest.
-REFERENCES: dict[str, str | tuple[str, ...]] = {
-    "flat": "faiss flat per query head",
-    "IVF": "faiss IVF",
-    "HNSW": ("faiss HNSW", "hnswlib per"),
-    "dense": "torch dense",
-    "offloaded": "transformers",
-}
+REFERENCES = {"flat": "faiss flat per query head", "IVF": "faiss IVF", "dense": DENSE}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way at one size. Seconds and bytes are of all `of_heads` KV heads of the layer: what was measured on
-    `heads` of them is scaled up. allowed: the share of the time that the measured bandwidths allow for the
-    bytes that were counted.
+    """A way at one size. Seconds are of all `of_heads` KV heads of the layer: what was measured on `heads` of
+    them is scaled up. allowed: the share of the time that the measured bandwidths allow for the bytes that
+    were counted.
     """
 
-    data: str
     tokens: int
     k: int
     batch: int
@@ -41,16 +32,10 @@ class Row:
     side: str
     heads: int
     of_heads: int
-    timing: Timing
-    build_seconds: float
+    seconds: float
     parameter: str
     fidelity: Fidelity
-    bytes: int | None
     allowed: float | None
-
-    @property
-    def seconds(self) -> float:
-        return self.timing.median
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "enough": self.fidelity.enough}
@@ -59,29 +44,23 @@ class Row:
 def measured(
     way: Way, layer: Layer, exact: Truth, k: int, machine: Machine, *, batch: int = 1, seconds: float = 2.0
 ) -> Row:
-    """Times `way` over the layer's steps in turn, `batch` of them at once, and judges every step."""
-    served = layer.heads(way.heads)
-    steps = [np.ascontiguousarray(step) for step in served.steps]
-    questions = [batched(served.steps, turn, batch) for turn in range(len(steps))]
-    timing = timed(lambda turn: way.step(questions[turn % len(questions)]), seconds=seconds)
+    """Times `way` over the layer's steps in turn, `batch` of them at once, and judges every step; `exact` is
+    of the same heads.
+    """
+    of_heads = layer.steps[:, : way.heads]
+    steps = [np.ascontiguousarray(step) for step in of_heads]
+    questions = [batched(of_heads, turn, batch) for turn in range(len(steps))]
     scale = len(layer.keys) / way.heads
-    per_layer = scale / way.layers
-    timing = Timing(
-        timing.median * per_layer,
-        timing.lowest * per_layer,
-        timing.highest * per_layer,
-        timing.repetitions,
-    )
-    outs = np.stack([way.step(step) for step in steps])
-    ids = None if way.chosen is None else [way.chosen(step) for step in steps]
-    bytes_read = allowed = None
-    if counted := [traffic for question in questions[:4] if (traffic := way.traffic(question))]:
+    taken = scale * timed(lambda turn: way.step(questions[turn % len(questions)]), seconds=seconds).median
+    out = together(np.stack([way.step(step) for step in steps]))
+    ids = None if way.chosen is None else way.chosen(exact.rows)
+    allowed = None
+    if way.traffic is not None:
+        counted = [way.traffic(question) for question in questions[:4]]
         in_order = float(np.mean([traffic.in_order for traffic in counted])) * scale
         rows = float(np.mean([traffic.rows for traffic in counted])) * scale
-        bytes_read = round(in_order + rows)
-        allowed = (in_order / machine.read + rows / machine.gather) / timing.median
+        allowed = (in_order / machine.read + rows / machine.gather) / taken
     return Row(
-        data=layer.name,
         tokens=layer.length,
         k=k,
         batch=batch,
@@ -89,44 +68,40 @@ def measured(
         side=way.side,
         heads=way.heads,
         of_heads=len(layer.keys),
-        timing=timing,
-        build_seconds=way.build_seconds * scale,
+        seconds=taken,
         parameter=way.parameter,
-        fidelity=judge(served, exact, k, outs, ids),
-        bytes=bytes_read,
+        fidelity=exact.judge(k, ids, out),
         allowed=allowed,
     )
 
 
 def batched(steps: Float32, turn: int, batch: int) -> Float32:
     """`batch` steps from `turn` on as rows `[Hkv, batch · G, D]`, a step's group together."""
-    places = [(turn + place) % len(steps) for place in range(batch)]
-    _, heads, group, dim = steps.shape
-    return np.ascontiguousarray(steps[places].swapaxes(0, 1)).reshape(heads, batch * group, dim)
+    return together(steps[[(turn + place) % len(steps) for place in range(batch)]])
 
 
-def against(rows: Sequence[Row], row: Row, reference: str | tuple[str, ...]) -> float | None:
-    """How many times a row is as fast as the fastest named baseline of its data, size, k and batch. One that
-    holds less than NEARLY of the oracle's mass is none.
+def against(rows: Sequence[Row], row: Row, reference: str) -> float | None:
+    """How many times a row is as fast as the fastest named baseline of its size, k and batch. One that holds
+    less than NEARLY of the oracle's mass is none.
     """
     same = [
         other.seconds
         for other in rows
         if other.side == BASELINE
         and other.way.startswith(reference)
-        and (other.data, other.tokens, other.batch) == (row.data, row.tokens, row.batch)
-        and (other.k == row.k or other.way.startswith(EVERYTHING))
+        and (other.tokens, other.batch) == (row.tokens, row.batch)
+        and (other.k == row.k or other.way.startswith(DENSE))
         and other.fidelity.ratio >= NEARLY
     ]
     return min(same) / row.seconds if same else None
 
 
 def show(rows: Sequence[Row], among: Sequence[Row] | None = None) -> str:
-    """A table: milliseconds, times as fast as the baselines, fidelity, bytes. A ratio in brackets does not
+    """A table: milliseconds, times as fast as the baselines, fidelity. A ratio in brackets does not
     count, for its way holds less than enough of the oracle's mass.
     """
-    names = ["way", "ms", *(f"x {name}" for name in REFERENCES), "mass / oracle's", "p5", "worst", "mass"]
-    names += ["error", "to exact k", "MB read", "allowed", "built s", "heads", "parameter"]
+    names = ["way", "ms", *(f"x {name}" for name in REFERENCES), "mass / oracle's", "error"]
+    names += ["allowed", "heads", "parameter"]
     return table(names, [list(_cells(row, among or rows)) for row in rows])
 
 
@@ -139,14 +114,8 @@ def _cells(row: Row, among: Sequence[Row]) -> Iterator[str]:
         written = "" if ratio is None else f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
         yield written if fidelity.enough or not written else f"({written})"
     yield f"{fidelity.ratio:.4f}" + ("" if fidelity.enough else " low")
-    yield f"{fidelity.ratio_p5:.3f}"
-    yield f"{fidelity.ratio_worst:.3f}"
-    yield f"{fidelity.mass:.3f}"
-    yield f"{fidelity.error_dense:.1%}"
-    yield f"{fidelity.error_topk:.1%}"
-    yield "" if row.bytes is None else f"{row.bytes / 1e6:.1f}"
+    yield f"{fidelity.error:.1%}"
     yield "" if row.allowed is None else f"{row.allowed:.0%}"
-    yield f"{row.build_seconds:.1f}"
     yield f"{row.heads} of {row.of_heads}" if row.heads < row.of_heads else str(row.heads)
     yield row.parameter
 
@@ -157,7 +126,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     for row in rows:
         if row.side == BASELINE:
             continue
-        place = f"{row.data}/{row.tokens}/k{row.k}/b{row.batch}/{row.way}"
+        place = f"long-tailed/{row.tokens}/k{row.k}/b{row.batch}/{row.way}"
         if row.fidelity.enough:
             ratios = {name: against(rows, row, reference) for name, reference in REFERENCES.items()}
             found |= {f"{place}/x {name}": ratio for name, ratio in ratios.items() if ratio is not None}

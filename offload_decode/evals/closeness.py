@@ -26,8 +26,9 @@ _ROUNDING = 1e-5  # of a row's largest score: float32 inner products that differ
 class Exact:
     """Dense attention and exact top-k attention, for every k of `ks`, of one layer's rows.
 
-    `out [Hkv, R, Dv]`, `lse [Hkv, R]` of dense attention; `top[k] [Hkv, R, Dv]` of the k largest scores, and
-    `kth[k] [Hkv, R]` the smallest of these, -inf where k is N or more.
+    `out [Hkv, R, Dv]`, `lse [Hkv, R]` of dense attention; `top[k] [Hkv, R, Dv]` of the k largest scores,
+    `held[k] [Hkv, R]` their share of dense attention, and `kth[k] [Hkv, R]` the smallest of them, -inf where
+    k is N or more.
     """
 
     def __init__(self, host: HostKV, layer: int, queries: Queries, ks: Collection[int]):
@@ -36,6 +37,7 @@ class Exact:
         self.out, self.lse = empty_state(queries.vectors, host.values(layer, 0).dim)
         self.largest = torch.zeros_like(self.lse)
         self.top = {k: torch.zeros_like(self.out) if k in self.ks else self.out for k in ks}
+        self.held = {k: torch.ones_like(self.lse) for k in ks}
         self.kth = {k: torch.full_like(self.lse, -torch.inf) for k in ks}
         for head in range(len(queries.vectors)):
             self._attend(head)
@@ -84,7 +86,8 @@ class Exact:
             self.largest[head, part] = scores.abs().amax(-1)
             gathered = self._gather(values, ids[:, :widest])
             for k in self.ks:
-                weights, _ = softmax(self.queries.logits(scores[:, :k]))
+                weights, lse = softmax(self.queries.logits(scores[:, :k]))
+                self.held[k][head, part] = torch.exp(lse - self.lse[head, part])
                 self.top[k][head, part] = torch.einsum("rk,rkd->rd", weights, gathered[:, :k])
                 self.kth[k][head, part] = scores[:, k - 1] if k else torch.inf
 

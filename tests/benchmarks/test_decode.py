@@ -1,13 +1,15 @@
-"""`benchmarks/decode.py` and `store.py` from end to end, on a tiny store of the shipped model."""
+"""`benchmarks/decode.py` and `first_token.py` from end to end, on a tiny store of the shipped model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import decode, store
+from benchmarks import decode
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import with_cache
 from offload_decode.models.loading import LoadedModel, load
@@ -67,21 +69,7 @@ def test_agreement_ends_at_the_first_difference() -> None:
 
 
 @pytest.mark.slow
-def test_first_tokens_and_writing_are_measured(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved = tmp_path / "store.json"
-    where = ["--folder", str(tmp_path), "--results", str(tmp_path), "--json", str(saved)]
-    store.main(["--quick", "--store", str(path), *where])
-    report = json.loads(saved.read_text())
-    assert [(row["way"], row["cold"]) for row in report["first"]] == [
-        ("topk, flat", True),
-        ("topk, flat", False),
-    ]
-    assert {"topk, faiss-ivf", "quest"} <= decode.ways(path, "16").keys()
-    for row in report["first"]:
-        assert min(row["imports"], row["open"]) > 0
-        assert row["question"] > row["search"] > 0
-    assert all(row["bytes"] > 0 and row["plain"] > 0 for row in report["written"])
-    assert "x reading all" in capsys.readouterr().out
-    assert not list(tmp_path.glob("written-*")), "what was written is removed"
+def test_a_first_token_is_timed(path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.first_token", str(path), "topk", "index=faiss-ivf", "--cold"]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert all(json.loads(ran.stdout)[part] > 0 for part in ("imports", "open", "question"))
