@@ -6,11 +6,16 @@ of nine, and of a second turn behind a greedy answer, and whether greedy answers
 questions are the same. `difference` is the largest of all logits, `control` what the logits differ by where
 the prefix is left out. What is kept is that of the tiny instance: how many of its layers keep numbers for
 each token, a window, or a state.
+
+`--checked` instead writes what `offload-decode models` lists for the installed transformers: every class that
+passes the equivalence check, and what is kept of its layers.
 """
 
 import argparse
+import json
 import sys
 import tempfile
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -19,13 +24,15 @@ from torch import Tensor
 from transformers import __version__
 from transformers.utils import logging
 
-from offload_decode.common.errors import OffloadDecodeError
+from offload_decode import cli
+from offload_decode.common.errors import OffloadDecodeError, UnsupportedModel
 from offload_decode.hf.verify import shape_of
-from offload_decode.types import ModelShape
+from offload_decode.types import LayerShape, ModelShape
 from tests.exactness import NEW, Case
 from tests.families import FAMILIES, config_of
 
 CLOSE = 1e-4
+CHECKED = Path(cli.__file__).with_name("families.json")
 HEADS = ["family", "class", "served", "difference", "control", "what is kept"]
 
 
@@ -87,10 +94,33 @@ def row(family: str, folder: Path) -> list[str]:
     return [family, name, "yes" if exact else "no", f"{worst:.0e}", f"{control:.1f}", told]
 
 
+def stored(layer: LayerShape) -> set[str]:
+    """What is kept of a layer, in words that hold for any size."""
+    kinds = {"full": "keys and values", "sliding": "a window", "chunked": "a chunk"}
+    words = ["latents" if layer.latent else kinds.get(layer.kind, ""), "states" if layer.states else ""]
+    return {" and ".join(filter(None, words))} - {""}
+
+
+def write_checked() -> None:
+    """Beside what other releases of transformers have."""
+    found: dict[str, set[str]] = {}
+    for name, family in FAMILIES.items():
+        with suppress(UnsupportedModel):
+            for layer in shape_of(config_of(name)).layers:
+                found.setdefault(family.model_type, set()).update(stored(layer))
+    known = json.loads(CHECKED.read_text())
+    known[__version__] = {name: sorted(words) for name, words in found.items()}
+    CHECKED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--checked", action="store_true", help=f"write {CHECKED.name}")
     arguments = parser.parse_args()
+    if arguments.checked:
+        write_checked()
+        return 0
     logging.set_verbosity_error()
     rows = []
     for family in arguments.families:

@@ -22,7 +22,6 @@ from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import insert, string_match
 from offload_decode.evals.tasks.ruler import ASK, FACT, MultiKeyNeedle
 from offload_decode.models.loading import load
-from offload_decode.models.made_with import made_with
 
 NEEDLES = 10
 DEPTHS = tuple((place + 0.5) / NEEDLES for place in range(NEEDLES))
@@ -112,46 +111,32 @@ def main() -> int:
     numbers = drawn(arguments.seed)
     facts = [FACT.format(key=key, value=number) for key, number in numbers.items()]
     way = arguments.selector, arguments.budget
-    reports: dict[Path, dict[str, Any]] = {}
+    stores = []
     for name, content in (("with", insert(text, facts, DEPTHS)), ("without", text)):
         corpus, store = arguments.out / f"{name}.txt", arguments.out / f"{name}.kv"
         if not corpus.exists():
             corpus.write_text(content)
         elif corpus.read_text() != content:
             parser.error(f"{corpus} is of another text or seed: choose another --out, or remove it")
-        reports[store] = prefill(corpus, store, arguments.model, options)
-        print(f"{name} needles: {described(reports[store])}", flush=True)
+        stores.append(store)
+        report = prefill(corpus, store, arguments.model, options)
+        print(f"{name} needles: {described(report)}", flush=True)
 
     questions = [ASK.format(key=key) for key in numbers]
     answered, controls = (
         ask(Engine.open(store, loaded, selector=way[0], options={"budget": way[1]}), questions)
-        for store in reports
+        for store in stores
     )
     print(f"\n| depth | expected | {way[0]}, {way[1]} | s | without the needle |\n|---|---|---|---|---|")
-    replies: list[dict[str, Any]] = []
-    for depth, question, number, (answer, seconds), (control, _) in zip(
-        DEPTHS, questions, numbers.values(), answered, controls, strict=True
+    found = known = 0
+    for depth, number, (answer, seconds), (control, _) in zip(
+        DEPTHS, numbers.values(), answered, controls, strict=True
     ):
+        found, known = found + right(number, answer), known + right(number, control)
         mark = "" if right(number, answer) else " (missed)"
         print(f"| {depth:.0%} | {number} | {answer}{mark} | {seconds:.1f} | {control} |")
-        texts = {"question": question, "expected": number, "answer": answer, "control": control}
-        replies.append({"depth": depth, **texts, "seconds": seconds})
-    found, known = (
-        sum(right(reply["expected"], reply[side]) for reply in replies) for side in ("answer", "control")
-    )
-    print(f"\nfound {found} of {len(replies)}; the control knew {known}")
-    result = {
-        "made_with": made_with(loaded),
-        "options": options,
-        "selector": way,
-        "seed": arguments.seed,
-        "prefills": {store.stem: report for store, report in reports.items()},
-        "found": found,
-        "control": known,
-        "replies": replies,
-    }
-    (arguments.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    return int(found < len(replies) or known > 0)
+    print(f"\nfound {found} of {NEEDLES}; the control knew {known}")
+    return int(found < NEEDLES or known > 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.families import FAMILIES, SERVED, config_of
 def test_the_list_is_of_the_families_that_the_suite_serves():
     known = json.loads(files("offload_decode.cli").joinpath("families.json").read_text())
     if version("transformers") not in known:
-        pytest.skip("written for other releases: python -m benchmarks.checked")
+        pytest.skip("written for other releases: python -m benchmarks.families --checked")
     assert set(known[version("transformers")]) == {FAMILIES[name].model_type for name in SERVED}
     told = done("models").out
     assert f"checked with transformers {version('transformers')}" in told
