@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -72,7 +73,7 @@ def device_rates(device: torch.device, moved: int) -> dict[str, float]:
             torch.cuda.synchronize(device)
 
     return {
-        name: moved / machine.timed(lambda _, work=work: finished(work), cold=False, seconds=0.2).median  # type: ignore[misc]
+        name: moved / median(machine.timed(lambda _, work=work: finished(work), cold=False, seconds=0.2))  # type: ignore[misc]
         for name, work in works.items()
     }
 

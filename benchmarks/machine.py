@@ -8,7 +8,6 @@ halves) from random places.
 import importlib.metadata
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -36,16 +35,6 @@ _PACKAGES = ("numpy", "torch", "numba", "faiss-cpu", "faiss-gpu", "hnswlib", "tr
 Words = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds: the median, the extremes, and how many there were."""
-
-    median: float
-    lowest: float
-    highest: float
-    repetitions: int
-
-
 def timed(
     work: Callable[[int], object],
     *,
@@ -53,9 +42,10 @@ def timed(
     seconds: float = 2.0,
     warm_up: int = 2,
     cold: bool = True,
-) -> Timing:
-    """`work(turn)` for turns 0, 1, … after `warm_up` of them: at least 3 times, at most `repetitions`, and no
-    new one after `seconds`. With `cold`, other memory is read before every turn, outside the time.
+) -> list[float]:
+    """Seconds of `work(turn)` for turns 0, 1, … after `warm_up` of them: at least 3 times, at most
+    `repetitions`, and no new one after `seconds`. With `cold`, other memory is read before every turn,
+    outside the time.
     """
     for turn in range(warm_up):
         work(turn)
@@ -67,7 +57,7 @@ def timed(
         began = time.perf_counter()
         work(warm_up + len(taken))
         taken.append(time.perf_counter() - began)
-    return Timing(statistics.median(taken), min(taken), max(taken), len(taken))
+    return taken
 
 
 def flush() -> None:
@@ -82,24 +72,21 @@ def _elsewhere() -> Words:
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes a second. `read_one`, `read`: in order, by one thread and by all (or by one, where that is more:
-    others may be using the machine). `gather_one`, `gather`: rows of 256 bytes from random places.
+    """Bytes a second, by all threads (or by one, where that is more: others may be using the machine).
+    `read`: in order; `gather`: rows of 256 bytes from random places.
     """
 
     cpu: str
     cores: int
     memory: int
-    read_one: float
     read: float
-    gather_one: float
     gather: float
 
     def lines(self) -> str:
         """For people, in GB/s."""
         return (
-            f"{self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB. GB/s with one and all threads: "
-            f"in order {self.read_one / 1e9:.1f}, {self.read / 1e9:.1f}; rows of {ROW} bytes from random "
-            f"places {self.gather_one / 1e9:.1f}, {self.gather / 1e9:.1f}."
+            f"{self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB. GB/s: in order "
+            f"{self.read / 1e9:.1f}; rows of {ROW} bytes from random places {self.gather / 1e9:.1f}."
         )
 
 
@@ -111,12 +98,15 @@ def measure(quick: bool = False) -> Machine:
     rows = words.reshape(-1, ROW // 8)
     shares = np.array_split(np.random.default_rng(0).permutation(len(rows)), cores)
     with ThreadPoolExecutor(cores) as pool:
-        read_one = _rate(parts[0].nbytes, lambda: _sum(parts[0]))
-        read = _rate(words.nbytes, lambda: list(pool.map(_sum, parts)))
-        gather_one = _rate(len(shares[0]) * ROW, lambda: _gather(rows, shares[0]))
-        gather = _rate(rows.nbytes, lambda: list(pool.map(lambda share: _gather(rows, share), shares)))
-    read, gather = max(read_one, read), max(gather_one, gather)
-    return Machine(cpu_name(), cores, total_memory(), read_one, read, gather_one, gather)
+        read = max(
+            _rate(parts[0].nbytes, lambda: _sum(parts[0])),
+            _rate(words.nbytes, lambda: list(pool.map(_sum, parts))),
+        )
+        gather = max(
+            _rate(len(shares[0]) * ROW, lambda: _gather(rows, shares[0])),
+            _rate(rows.nbytes, lambda: list(pool.map(lambda share: _gather(rows, share), shares))),
+        )
+    return Machine(cpu_name(), cores, total_memory(), read, gather)
 
 
 def made_with(machine: Machine) -> dict[str, Any]:
@@ -130,8 +120,9 @@ def made_with(machine: Machine) -> dict[str, Any]:
 
 def _rate(size: int, move: Callable[[], object]) -> float:
     """Bytes a second, at best. The first move compiles, and touches every page."""
-    timing = timed(lambda _: move(), repetitions=sys.maxsize, seconds=_SECONDS, warm_up=1, cold=False)
-    return size / timing.lowest
+    return size / min(
+        timed(lambda _: move(), repetitions=sys.maxsize, seconds=_SECONDS, warm_up=1, cold=False)
+    )
 
 
 @njit(nogil=True, cache=True)

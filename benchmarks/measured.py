@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def measured(
     steps = [np.ascontiguousarray(step) for step in of_heads]
     questions = [batched(of_heads, turn, batch) for turn in range(len(steps))]
     scale = len(layer.keys) / way.heads
-    taken = scale * timed(lambda turn: way.step(questions[turn % len(questions)]), seconds=seconds).median
+    taken = scale * median(timed(lambda turn: way.step(questions[turn % len(questions)]), seconds=seconds))
     out = together(np.stack([way.step(step) for step in steps]))
     ids = None if way.chosen is None else way.chosen(exact.rows)
     allowed = None

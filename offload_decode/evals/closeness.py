@@ -16,7 +16,7 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries, attend, empty_state, merge_states, softmax
 from offload_decode.attention.rows import Rows
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
-from offload_decode.selectors.scores import top_scores
+from offload_decode.selectors.scores import blocks, top_scores
 
 MEASURES = ("recall", "mass", "error", "approximation", "search")
 _NUMBERS = 1 << 24  # of the gathered keys or values [r, k, D] that are in memory at once
@@ -58,14 +58,13 @@ class Exact:
         return torch.cat([found.to(dense.device), torch.stack(errors)])
 
     def _attend(self, head: int) -> None:
-        queries, length = self.queries, self.host.length
+        queries = self.queries
         keys, values = self.host.keys(self.layer, head), self.host.values(self.layer, head)
         step = max(1, _NUMBERS // BLOCK_TOKENS)
         for start in range(0, queries.vectors.shape[1], step):
             rows = queries.vectors[None, head : head + 1, start : start + step]
             state = empty_state(rows, values.dim)
-            for first in range(0, length, BLOCK_TOKENS):
-                part = slice(first, first + BLOCK_TOKENS)
+            for part in blocks(self.host.length):
                 key, value = (stored.read(part, rows.device)[None, None] for stored in (keys, values))
                 own = attend(rows, key, value, queries.scaling, softcap=queries.softcap)
                 state = merge_states(state, own)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload_decode.common.errors import CorpusError
+from offload_decode.models.prompt import encode
 
 _BETWEEN = "\n\n"
 _CHARS_PER_TOKEN = 6  # more than most tokenizers reach, so that one attempt usually cuts enough text
@@ -32,7 +33,7 @@ class Haystack:
         chars = _CHARS_PER_TOKEN * tokens
         while True:
             piece = (turned * (chars // len(turned) + 1))[:chars]
-            ids = tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True, verbose=False)
+            ids = encode(tokenizer, piece, letters=True)
             if len(ids) >= tokens:
                 # A cut inside a character of several bytes decodes to U+FFFD.
                 text = tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False)
@@ -55,8 +56,7 @@ class Material:
 
     def count(self, text: str) -> int:
         """How many of the model's tokens a text takes."""
-        encode = self.tokenizer.encode
-        return len(encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+        return len(encode(self.tokenizer, text, letters=True))
 
 
 def python_topics() -> Haystack:

@@ -28,7 +28,8 @@ from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.recorded_queries import AttentionDemand, Call
 from offload_decode.evals.runs import Count, KeyT, Number, Record, Results, Text, grouped
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
-from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.scores import blocks
 from offload_decode.store.reader import KVStore
 
 SHARES = (0.75, 0.9, 0.95, 0.99)
@@ -46,19 +47,11 @@ def concentration(host: HostKV, layer: int, queries: Queries) -> tuple[Tensor, T
     keys = torch.empty(len(SHARES), heads, rows, dtype=torch.int64)
     step = max(1, _NUMBERS // host.length)
     for head, start in itertools.product(range(heads), range(0, rows, step)):
-        part = slice(start, start + step)
-        entropy[head, part], keys[:, head, part] = _of(_logits(host, layer, head, queries, part))
+        part, stored = slice(start, start + step), host.keys(layer, head)
+        asked = queries.vectors[head, part]
+        scores = [asked @ stored.read(block, asked.device).T for block in blocks(host.length)]
+        entropy[head, part], keys[:, head, part] = _of(queries.logits(torch.cat(scores, dim=1)))
     return entropy, keys
-
-
-def _logits(host: HostKV, layer: int, head: int, queries: Queries, rows: slice) -> Tensor:
-    """`[r, N]` float32 on the device."""
-    asked, stored = queries.vectors[head, rows], host.keys(layer, head)
-    logits = asked.new_empty(len(asked), host.length)
-    for first in range(0, host.length, BLOCK_TOKENS):
-        block = slice(first, min(first + BLOCK_TOKENS, host.length))
-        logits[:, block] = queries.logits(asked @ stored.read(block, asked.device).T)
-    return logits
 
 
 def _of(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,32 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import Rows
 from offload_decode.common.errors import ConfigError
+from offload_decode.evals.recorded_queries import selected_ids as by_row
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.registry import create, get
 from offload_decode.store.base import Store
 from offload_decode.testing import devices
 from offload_decode.testing.stores import STORES, WIDTHS, of_parameter
-from offload_decode.types import PageSelection, Selection, StepStats
+from offload_decode.types import PageSelection, StepStats
 
 LAYER = 1
 
 
 def selected_ids(budgeted: Budgeted, queries: Queries) -> Tensor | None:
     """Token ids `[Hkv, R, k]` of a selection of tokens or of pages; None for everything."""
-    selection = budgeted.select(LAYER, queries)
-    if isinstance(selection, Selection):
-        assert selection.ids is None or selection.ids.shape[:2] == queries.vectors.shape[:2]
-        return selection.ids
-    ids = page_tokens(selection.pages, selection.page_size, budgeted.selector.host.length, selection.limit)
-    if not selection.shared:
-        return ids
-    shared = ids.reshape(len(ids), queries.batch, 1, queries.tokens, -1)
-    return shared.expand(-1, -1, queries.group, -1, -1).flatten(1, 3)
+    ids = by_row(budgeted.select(LAYER, queries), queries, budgeted.selector.host.length)
+    assert ids is None or ids.shape[:2] == queries.vectors.shape[:2]
+    return ids
 
 
 def floats(array: Any) -> Tensor:
