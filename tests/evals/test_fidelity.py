@@ -109,6 +109,7 @@ def test_taking_the_rows_in_parts_changes_nothing(
     whole = Exact(host, 1, queries, {3, K}).judge(slice(0, 6), ids, out, K)
     monkeypatch.setattr("offload_decode.evals.closeness._NUMBERS", numbers)
     monkeypatch.setattr("offload_decode.evals.closeness.BLOCK_TOKENS", 50)
+    monkeypatch.setattr("offload_decode.selectors.scores.BLOCK_TOKENS", 50)
     torch.testing.assert_close(Exact(host, 1, queries, {3, K}).judge(slice(0, 6), ids, out, K), whole)
 
 

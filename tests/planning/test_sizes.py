@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from offload_decode.common.rows.encodings import INT8, row_dtype
 from offload_decode.indexes import registry
 from offload_decode.models.size_estimate import outline, outline_of
 from offload_decode.planning import sizes
@@ -82,19 +83,17 @@ def test_a_stores_size_is_that_of_a_real_one(kv, family, tmp_path):
     assert store.manifest.kv == stored_types(kv, loaded.dtype, loaded.shape)
 
 
-@pytest.mark.parametrize("kind", ["flat", "clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype, tmp_path):
-    pytest.importorskip("faiss" if kind.startswith("faiss") else "hnswlib" if kind == "hnswlib" else "numpy")
-    keys = np.random.default_rng(0).standard_normal((4000, 32)).astype(dtype)
-    built = registry.get(kind).build(keys)
-    built.summarize(keys)
-    given = (kind, ModelShape.uniform((LayerKind.FULL,), 1, 1, 32), 4000, "auto", np.dtype(dtype).name)
-    costs = sizes.index_costs(*given)
-    assert (costs.memory or costs.file) == pytest.approx(built.nbytes, rel=0.1)
-    built.save(tmp_path / "i")
-    saved = sum(file.stat().st_size for file in tmp_path.iterdir() if file.suffix != ".json")
-    assert costs.file == pytest.approx(saved, rel=0.1)
+@pytest.mark.parametrize("kind", registry.BUILT_IN)
+@pytest.mark.parametrize(
+    ("kv", "dtype", "keys"),
+    [("auto", "float32", np.dtype(np.float32)), ("int8", "float16", row_dtype(INT8, 32))],
+)
+def test_an_indexs_size_is_what_its_kind_states_for_every_head(kind, kv, dtype, keys):
+    """`IndexContract` compares that with one that was built."""
+    shape = ModelShape.uniform((LayerKind.FULL,), 6, 3, 32)
+    own = registry.stated(kind).costs(4000, 32, keys, 64, 2)
+    costs = sizes.index_costs(kind, shape, 4000, kv, dtype, 64, 2)
+    assert (costs.memory, costs.file, costs.read) == (3 * own.memory, 3 * own.file, 3 * own.read)
 
 
 def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
