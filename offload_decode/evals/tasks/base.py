@@ -307,14 +307,3 @@ def fitting(material: Material, tokens: int, write: Callable[[int], str], least:
         if pieces in tried:
             break
     return best
-
-
-def between_lines(text: str, facts: Sequence[str], depths: Sequence[float], after: str = "\n") -> str:
-    """Every fact before the line that is at its depth, with `after` behind it."""
-    lines = text.split("\n")
-    at = [round(depth * len(lines)) for depth in depths]
-    parts: list[str] = []
-    for number, line in enumerate([*lines, ""]):
-        here = [fact for fact, place in zip(facts, at, strict=True) if place == number]
-        parts.append("".join(fact + after for fact in here) + line)
-    return "\n".join(parts).removesuffix("\n")

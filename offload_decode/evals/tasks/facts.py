@@ -5,32 +5,18 @@ Records of keys and values are after Liu et al. (arXiv 2307.03172, section 4); t
 (arXiv 2404.06654, section 3.3), cut into pieces.
 """
 
+import json
 import random
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.evals.haystack import Material
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Question, Task, most_common, noise
 
-_FIRST_NAMES = (
-    "Bruno Clara Dmitri Esther Felix Hugo Irene Jonas Katya Leo Maria Nadia Omar Pablo Rachel Stefan"
-)
-_ENDS = ("son", "berg", "ini", "ov", "sen", "man", "well", "ton", "ard", "ez", "ski", "er", "ley", "ford")
-_STATUS = "Active Draft Final Accepted Rejected Withdrawn Deferred Superseded Provisional"
-_TYPE = ("Standards Track", "Informational", "Process", "Report", "Guide", "Proposal")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_SMALL_WORDS = ("for", "the", "of", "and", "in", "to", "with", "a", "from")
-_IN_WORDS = {
-    "Author": ("Who is the author of {name}?", "Who wrote {name}?"),
-    "Editor": ("Who is the editor of {name}?",),
-    "Created": ("When was {name} created?",),
-    "Title": ("What is {name} called?",),
-    "Language": ("In which language is {name} written?",),
-    "Replaces": ("What does {name} replace?",),
-    "Requires": ("What does {name} require?",),
-}
+_SAID: dict[str, Any] = json.loads(Path(__file__).with_name("sentences.json").read_text("utf-8"))["headers"]
 
 
 class PlainFact(HiddenFacts):
@@ -106,8 +92,8 @@ class CommonWords(HiddenFacts):
 
 def person(rng: random.Random) -> str:
     """A made-up name, sometimes with an address."""
-    first = rng.choice(_FIRST_NAMES.split())
-    surname = rng.choice(words.NOUNS)[:5].capitalize() + rng.choice(_ENDS)
+    first = rng.choice(_SAID["first names"])
+    surname = rng.choice(words.NOUNS)[:5].capitalize() + rng.choice(_SAID["ends of surnames"])
     if rng.random() < 0.4:
         surname = words.made_up(rng).capitalize()
     host = rng.choice([rng.choice(words.NOUNS), words.made_up(rng), "gmail", "mail"])
@@ -123,7 +109,7 @@ def title(rng: random.Random) -> str:
         for _ in range(rng.randint(1, 5))
     ]
     for _ in range(rng.randint(0, 2)):
-        drawn.insert(rng.randint(0, len(drawn)), rng.choice(_SMALL_WORDS))
+        drawn.insert(rng.randint(0, len(drawn)), rng.choice(_SAID["small words"]))
     if len(drawn) > 2 and rng.random() < 0.2:
         drawn[0] += ":"
     if len(drawn) > 1 and rng.random() < 0.2:
@@ -134,7 +120,7 @@ def title(rng: random.Random) -> str:
 
 def date(rng: random.Random) -> str:
     """A day between 1990 and 2029, such as `07-Mar-2011`."""
-    return f"{rng.randint(1, 28):02d}-{rng.choice(_MONTHS)}-{rng.randint(1990, 2029)}"
+    return f"{rng.randint(1, 28):02d}-{rng.choice(_SAID['months'])}-{rng.randint(1990, 2029)}"
 
 
 def fields(rng: random.Random) -> dict[str, str]:
@@ -149,15 +135,15 @@ def fields(rng: random.Random) -> dict[str, str]:
         "Editor": person(rng),
         "Sponsor": person(rng),
         "Discussions-To": link,
-        "Status": rng.choice(_STATUS.split()),
-        "Type": rng.choice(_TYPE),
-        "Topic": rng.choice([rng.choice(words.NOUNS).capitalize(), "Packaging", "Typing", "Governance"]),
-        "Content-Type": rng.choice(["text/x-rst", "text/plain", "text/markdown"]),
+        "Status": rng.choice(_SAID["statuses"]),
+        "Type": rng.choice(_SAID["types"]),
+        "Topic": rng.choice([rng.choice(words.NOUNS).capitalize(), *_SAID["topics"]]),
+        "Content-Type": rng.choice(_SAID["content types"]),
         "Requires": str(rng.randint(1, 9999)),
         "Created": created,
         "Version": f"{rng.randint(0, 9)}.{rng.randint(0, 19)}",
         "Python-Version": f"{rng.randint(1, 3)}.{rng.randint(0, 16)}",
-        "Language": rng.choice(["English", "Dutch", "German", "Latin", "Greek", "Welsh", "Finnish"]),
+        "Language": rng.choice(_SAID["languages"]),
         "Post-History": ", ".join(rng.choice([day, f"`{day} <{link}>`__"]) for day in posted),
         "Replaces": str(rng.randint(1, 9999)),
     }
@@ -182,7 +168,7 @@ class _Header(HiddenFacts):
 def _asked(rng: random.Random, field: str, name: str, value: str) -> Question:
     """The question as users put it: the field's name, in small letters or not, or in words of its own."""
     plain = "What is the {field} of {name}?"
-    wording = rng.choice([plain, plain, *_IN_WORDS.get(field, ())])
+    wording = rng.choice([plain, plain, *_SAID["asked"].get(field, ())])
     text = wording.format(field=rng.choice([field, field.lower()]), name=name)
     return Question(text, f" The {field.lower()} of {name} is", (value,))
 

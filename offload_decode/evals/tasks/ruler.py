@@ -64,16 +64,29 @@ class Needle(HiddenFacts):
         return Episode(tuple(fact for fact, _ in pairs), tuple(question for _, question in pairs))
 
 
-class NeedleInNoise(Needle):
-    """One number for one key, on a line among lines that are all alike."""
+class InNoise(HiddenFacts):
+    """Facts among lines that are all alike, each before the line that is at its depth."""
 
-    name: ClassVar[str] = "niah_single_1"
+    behind: ClassVar[str] = "\n"
+    """What stands behind a fact."""
 
     def haystack(self, material: Material, tokens: int) -> str:
         return base.noise(base.fitting(material, tokens, base.noise))
 
     def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-        return base.between_lines(haystack, facts, depths)
+        lines = haystack.split("\n")
+        at = [round(depth * len(lines)) for depth in depths]
+        parts: list[str] = []
+        for number, line in enumerate([*lines, ""]):
+            here = [fact for fact, place in zip(facts, at, strict=True) if place == number]
+            parts.append("".join(fact + self.behind for fact in here) + line)
+        return "\n".join(parts).removesuffix("\n")
+
+
+class NeedleInNoise(InNoise, Needle):
+    """One number for one key, on a line of its own."""
+
+    name: ClassVar[str] = "niah_single_1"
 
 
 class UuidNeedle(Needle):
@@ -188,7 +201,7 @@ class UuidAmongUuids(NeedleAmongNeedles):
 
 
 @dataclass(frozen=True)
-class VariableTracking(HiddenFacts):
+class VariableTracking(InNoise):
     """Chains `VAR ABCDE = 12345 … VAR FGHIJ = VAR ABCDE …`, in lines that are all alike.
 
     The links of a chain come in order; each chain's variables are asked for by themselves.
@@ -199,6 +212,7 @@ class VariableTracking(HiddenFacts):
     instruction: ClassVar[str] = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     )
+    behind: ClassVar[str] = " "
     hops: int = 4
     chains: int = 1
 
@@ -224,12 +238,6 @@ class VariableTracking(HiddenFacts):
         """In order within each chain; the chains are mingled."""
         links = 1 + self.hops
         return [depth for at in range(0, len(depths), links) for depth in sorted(depths[at : at + links])]
-
-    def haystack(self, material: Material, tokens: int) -> str:
-        return base.noise(base.fitting(material, tokens, base.noise))
-
-    def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-        return base.between_lines(haystack, facts, depths, after=" ")
 
 
 _SPARE = 60  # words from which the control's are taken
