@@ -5,22 +5,23 @@ library when it is used.
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from offload_decode.common.errors import MissingBackend, UnknownIndex, UnusableKind
 from offload_decode.common.plugins import INDEXES, Extensions
 from offload_decode.indexes.base import VectorIndex
 
-_CLASSES = {
-    "clusters": "offload_decode.indexes.clusters.index:ClusteredIndex",
-    "flat": "offload_decode.indexes.flat:FlatIndex",
-    "faiss-ivf": "offload_decode.indexes.faiss:FaissIVF",
-    "faiss-hnsw": "offload_decode.indexes.faiss:FaissHNSW",
-    "hnswlib": "offload_decode.indexes.hnswlib:HnswlibIndex",
+_MODULES = {
+    "clusters": "offload_decode.indexes.clusters.index",
+    "flat": "offload_decode.indexes.flat",
+    "faiss-ivf": "offload_decode.indexes.faiss",
+    "faiss-hnsw": "offload_decode.indexes.faiss",
+    "hnswlib": "offload_decode.indexes.hnswlib",
 }
 
-BUILT_IN = tuple(_CLASSES)
-EXTENSIONS = Extensions(INDEXES, lambda: VectorIndex, lambda: BUILT_IN, UnusableKind)
+BUILT_IN = tuple(_MODULES)
+_BASE = "offload_decode.indexes.base:VectorIndex"
+EXTENSIONS: Extensions[VectorIndex] = Extensions(INDEXES, _BASE, lambda: _MODULES, UnusableKind)
 
 
 def kinds() -> tuple[str, ...]:
@@ -56,13 +57,9 @@ def load_libraries() -> None:
 
 def stated(kind: str) -> type[VectorIndex]:
     """The class of `kind`, without its library. Raises UnknownIndex and UnusableKind."""
-    extension = EXTENSIONS.get(kind)
-    if extension is not None:
-        return extension
-    if kind not in _CLASSES:
+    if (found := EXTENSIONS.get(kind)) is None:
         raise UnknownIndex(f"There is no index kind {kind!r}; the kinds are {', '.join(kinds())}.")
-    module, name = _CLASSES[kind].split(":")
-    return cast(type[VectorIndex], getattr(import_module(module), name))
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ it is asked for by name, so a broken one affects nobody else.
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Generic, TypeVar
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 from offload_decode.common.errors import ExtensionError
 
@@ -35,13 +36,15 @@ class Extension:
 
 
 class Extensions(Generic[T]):
-    """The extensions of a group beside the `built_in` names; `base` gives the class that each inherits."""
+    """The classes of a group by name: built-in ones, of which `built_in` gives the modules, and extensions.
+    `base`: the class that each inherits, as `module:name`. All are imported when they are asked for.
+    """
 
     def __init__(
         self,
         group: str,
-        base: Callable[[], type[T]],
-        built_in: Callable[[], Collection[str]],
+        base: str,
+        built_in: Callable[[], Mapping[str, str]],
         error: type[ExtensionError] = ExtensionError,
     ):
         self.group, self.what = group, GROUPS[group]
@@ -57,17 +60,17 @@ class Extensions(Generic[T]):
         return own + sorted({one.name for one in self.installed() if NAME.fullmatch(one.name)} - set(own))
 
     def get(self, name: str) -> type[T] | None:
-        """The class of an extension; None where no distribution brings the name. Raises `ExtensionError`."""
-        claims = [one for one in self.installed() if one.name == name]
+        """The class of that name; None where there is none. `ExtensionError` for one that cannot be used."""
+        claims, own = [one for one in self.installed() if one.name == name], self._built_in()
         if not claims:
-            return None
+            return self._own(name, own[name]) if name in own else None
         if not NAME.fullmatch(name):
             raise self._error(
                 f"the {self.what} {name!r} of {claims[0].by} cannot be used: a name has up to 64 small "
                 "letters and digits, with single -, _ or + between them"
             )
-        if len(claims) > 1 or name in self._built_in():
-            others = ["offload-decode itself"] if name in self._built_in() else []
+        if len(claims) > 1 or name in own:
+            others = ["offload-decode itself"] if name in own else []
             owners = " and ".join(others + [one.by for one in claims])
             raise self._error(
                 f"the {self.what} '{name}' is brought by {owners}, and a name has one owner: uninstall "
@@ -75,11 +78,17 @@ class Extensions(Generic[T]):
             )
         return self._checked(claims[0])
 
+    def _own(self, name: str, module: str) -> type[T]:
+        """The class that has a name in its module."""
+        base: type[T] = _at(self._base)
+        kinds = [kind for kind in vars(import_module(module)).values() if isinstance(kind, type)]
+        return next(kind for kind in kinds if issubclass(kind, base) and getattr(kind, "name", "") == name)
+
     def _checked(self, one: Extension) -> type[T]:
         """The class at an entry point, if it can be used."""
         from importlib.metadata import EntryPoint
 
-        base, about = self._base(), f"the {self.what} '{one.name}' of {one.by} cannot be used"
+        base, about = _at(self._base), f"the {self.what} '{one.name}' of {one.by} cannot be used"
         mend = f"mend or uninstall {one.by.split()[0]}"
         try:
             kind = EntryPoint(one.name, one.value, one.group).load()
@@ -93,6 +102,11 @@ class Extensions(Generic[T]):
         if wrong := _wrong(kind, base, one.name):
             raise self._error(f"{about}, for {kind.__name__} {wrong}: {mend}")
         return kind
+
+
+def _at(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _wrong(kind: type, base: type, name: str) -> str:

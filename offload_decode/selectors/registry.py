@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -29,26 +28,22 @@ if TYPE_CHECKING:
 @cache
 def _homes(path: tuple[str, ...]) -> dict[str, str]:
     """The module of each built-in selector: the one where a class says `name = "..."`."""
-    return {
+    found = {
         name: f"{selectors.__name__}.{file.stem}"
         for folder in path
-        for file in sorted(Path(folder).glob("*.py"))
+        for file in Path(folder).glob("*.py")
         for name in re.findall(r'^    name = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
     }
+    return dict(sorted(found.items()))
 
 
 def built_in() -> list[str]:
     """The selectors of this package; nothing has to be registered."""
-    return sorted(_homes(tuple(selectors.__path__)))
+    return list(_homes(tuple(selectors.__path__)))
 
 
-def _base() -> type[Selector]:
-    from offload_decode.selectors.base import Selector  # with torch, which names alone do without
-
-    return Selector
-
-
-EXTENSIONS = Extensions(SELECTORS, _base, built_in)
+_BASE = f"{selectors.__name__}.base:Selector"
+EXTENSIONS: Extensions[Selector] = Extensions(SELECTORS, _BASE, lambda: _homes(tuple(selectors.__path__)))
 
 
 def names() -> list[str]:
@@ -58,14 +53,9 @@ def names() -> list[str]:
 
 def get(name: str) -> type[Selector]:
     """The class of a name. Raises `ConfigError` and `ExtensionError`."""
-    extension = EXTENSIONS.get(name)
-    if extension is not None:
-        return extension
-    if name not in built_in():
+    if (found := EXTENSIONS.get(name)) is None:
         raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
-    module = importlib.import_module(_homes(tuple(selectors.__path__))[name])
-    kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, _base()))
-    return next(kind for kind in kinds if getattr(kind, "name", None) == name)
+    return found
 
 
 def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelShape) -> Budgeted:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.plugins import METHODS, Extensions
@@ -14,22 +13,10 @@ if TYPE_CHECKING:
     from offload_decode.prefill_jobs.methods.base import Method, Options
     from offload_decode.types import ModelShape
 
-_CLASSES = {
-    "dense": "offload_decode.prefill_jobs.methods.base:Dense",
-    "quoka": "offload_decode.prefill_jobs.methods.quoka:QuoKA",
-    "sample": "offload_decode.prefill_jobs.methods.sample:SampleAttention",
-    "window": "offload_decode.prefill_jobs.methods.window:Window",
-}
-BUILT_IN = tuple(_CLASSES)
-
-
-def _base() -> type[Method]:
-    from offload_decode.prefill_jobs.methods.base import Method  # with torch, which names alone do without
-
-    return Method
-
-
-EXTENSIONS = Extensions(METHODS, _base, lambda: BUILT_IN)
+_ROOM = "offload_decode.prefill_jobs.methods"
+_MODULES = {"dense": f"{_ROOM}.base", **{name: f"{_ROOM}.{name}" for name in ("quoka", "sample", "window")}}
+BUILT_IN = tuple(_MODULES)
+EXTENSIONS: Extensions[Method] = Extensions(METHODS, f"{_ROOM}.base:Method", lambda: _MODULES)
 
 
 def names() -> list[str]:
@@ -39,13 +26,9 @@ def names() -> list[str]:
 
 def get(name: str) -> type[Method]:
     """The class of a method. Raises `ConfigError` and `ExtensionError`."""
-    extension = EXTENSIONS.get(name)
-    if extension is not None:
-        return extension
-    if name not in _CLASSES:
+    if (found := EXTENSIONS.get(name)) is None:
         raise ConfigError(f"unknown prefill method '{name}'; known are: {', '.join(names())}")
-    module, kind = _CLASSES[name].split(":")
-    return cast("type[Method]", getattr(import_module(module), kind))
+    return found
 
 
 def parse(name: str, options: Mapping[str, object]) -> Options:
