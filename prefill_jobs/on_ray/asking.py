@@ -31,20 +31,6 @@ OPEN = 4
 
 
 @dataclass(frozen=True)
-class AskSetup:
-    """What all workers get. `stores`: the absolute paths of all stores to ask or, where they are `remote`,
-    their URLs.
-    """
-
-    stores: tuple[str, ...]
-    remote: RemoteStores | None
-    config: EngineConfig
-    caps: Caps
-    max_new_tokens: int
-    cites: bool
-
-
-@dataclass(frozen=True)
 class QuestionBatch:
     """Questions to one store, answered together."""
 
@@ -54,24 +40,33 @@ class QuestionBatch:
 
 class Asker(Worker):
     """Answers questions, with one model and the stores that were asked last. Its progress is in bytes of a
-    store that it fetches.
+    store that it fetches. `stores`: the absolute paths of all stores to ask or, where they are `remote`,
+    their URLs.
     """
 
-    def __init__(self, setup: AskSetup) -> None:
-        super().__init__(setup.stores, setup.remote)
-        self.setup = setup
+    def __init__(
+        self,
+        stores: Sequence[str],
+        remote: RemoteStores | None,
+        config: EngineConfig,
+        caps: Caps,
+        max_new_tokens: int,
+        cites: bool,
+    ) -> None:
+        super().__init__(stores, remote)
+        self.config, self.caps, self.max_new_tokens, self.cites = config, caps, max_new_tokens, cites
         self.before = 0
         self.model: tuple[tuple[str, str, str], LoadedModel] | None = None
         self.opened: OrderedDict[str, tuple[Engine, ExitStack]] = OrderedDict()  # held in the cache
-        self.most = OPEN if setup.remote is None else 1  # an open store cannot leave the cache
+        self.most = OPEN if remote is None else 1  # an open store cannot leave the cache
 
     def begin(self) -> None:
-        apply_caps(self.setup.caps, self.setup.config.device)
+        apply_caps(self.caps, self.config.device)
         self.before = own_memory()
 
     def run(self, task: QuestionBatch) -> list[Answer]:
-        questions, most = task.questions, self.setup.max_new_tokens
-        return self._engine(task.store).answer_many(questions, most, len(questions), self.setup.cites)
+        questions, engine = task.questions, self._engine(task.store)
+        return engine.answer_many(questions, self.max_new_tokens, len(questions), self.cites)
 
     def _engine(self, store: str) -> Engine:
         """An open store with its model; the least recently asked one is closed."""
@@ -88,7 +83,7 @@ class Asker(Worker):
             self.opened.popitem(last=False)[1][1].close()
 
     def _open(self, path: str) -> Engine:
-        config, caps = self.setup.config, self.setup.caps
+        config, caps = self.config, self.caps
         store = KVStore.open(path)
         named = store.manifest.model_id if config.model is None else config.model
         index = default_kind(store)
@@ -122,6 +117,6 @@ def answer_on_ray(
     if remote is None:
         batches = [QuestionBatch(os.path.abspath(one.store), one.questions) for one in batches]
     stores = tuple(dict.fromkeys(one.store for one in batches))
-    setup = AskSetup(stores, remote, config, cluster.caps, max_new_tokens, cites)
-    with pool_of(cluster, config.device, Asker, [setup], len(batches), remote is not None) as pool:
+    setup = stores, remote, config, cluster.caps, max_new_tokens, cites
+    with pool_of(cluster, config.device, Asker, setup, len(batches), remote is not None) as pool:
         yield from pool.run(batches, "answered", watch)

@@ -34,9 +34,11 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, StepStats
 
 
-@dataclass(frozen=True)
-class AttendSetup:
-    """A worker's part: tokens `start:end` of the store at an absolute path, which has this digest."""
+@dataclass
+class Attender:
+    """In a process of its own, on any machine: it attends to tokens `start:end` of the store at an absolute
+    path, which has this digest. A worker in place of a lost one opens its part again.
+    """
 
     store: str
     digest: str
@@ -45,24 +47,16 @@ class AttendSetup:
     config: EngineConfig
     caps: Caps
 
-
-class Attender:
-    """In a process of its own, on any machine. A worker in place of a lost one opens its part again."""
-
-    def __init__(self, setup: AttendSetup) -> None:
-        self.setup = setup
-
     @cached_property
     def prefix(self) -> StoredPrefix:
-        own = self.setup
-        apply_caps(own.caps, "cpu")
-        store = KVStore.open(own.store)
-        if store.store_digest != own.digest:
+        apply_caps(self.caps, "cpu")
+        store = KVStore.open(self.store)
+        if store.store_digest != self.digest:
             raise StoreMismatch(
-                f"{own.store} is another store on one of the machines: copy it there, or share it."
+                f"{self.store} is another store on one of the machines: copy it there, or share it."
             )
-        host = HostKV(StoreRange(store, own.start, own.end), torch.device("cpu"))
-        return StoredPrefix.over(host, store.manifest.shape, own.config.selector, own.config.options)
+        host = HostKV(StoreRange(store, self.start, self.end), torch.device("cpu"))
+        return StoredPrefix.over(host, store.manifest.shape, self.config.selector, self.config.options)
 
     def open(self) -> None:
         """Raise where the part cannot be used."""
@@ -91,7 +85,7 @@ def scattered(engine: Engine, cluster: Cluster, config: EngineConfig) -> Iterato
         path, digest = os.path.abspath(engine.store.path), engine.store.store_digest
         start = ray.remote(Attender).options(**share, **ACTOR_OPTIONS).remote
         workers = [
-            start(AttendSetup(path, digest, *part, config, cluster.caps))
+            start(path, digest, *part, config, cluster.caps)
             for part in ranges(own.n_tokens, count, own.page_size)
         ]
         _got(ray, [worker.open.remote() for worker in workers])

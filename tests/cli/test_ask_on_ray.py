@@ -16,7 +16,7 @@ from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import attending
-from offload_decode.prefill_jobs.on_ray.attending import Attender, AttendSetup, scattered
+from offload_decode.prefill_jobs.on_ray.attending import Attender, scattered
 from offload_decode.prefill_jobs.on_ray.workers import Cluster
 from offload_decode.store.base import ranges
 from offload_decode.store.reader import KVStore
@@ -47,7 +47,7 @@ class Here:
 
     def remote(self, kind: type[Attender]) -> Any:
         return SimpleNamespace(
-            options=lambda **_: SimpleNamespace(remote=lambda setup: self._start(kind(setup)))
+            options=lambda **_: SimpleNamespace(remote=lambda *part: self._start(kind(*part)))
         )
 
     def _start(self, worker: Attender) -> Any:
@@ -74,7 +74,7 @@ def test_two_workers_answer_as_one_process(store, monkeypatch):
     alone = engine.answer("Why?", 6)
     assert given.tokens == alone.tokens
     assert (given.stats.selected, given.stats.rows) == (alone.stats.selected, alone.stats.rows)
-    assert [(one.setup.start, one.setup.end) for one in ray.started] == ranges(
+    assert [(one.start, one.end) for one in ray.started] == ranges(
         engine.prefix.length, 2, engine.store.manifest.page_size
     )
 
@@ -82,18 +82,18 @@ def test_two_workers_answer_as_one_process(store, monkeypatch):
 def test_a_worker_in_place_of_a_lost_one_opens_its_part(store):
     opened = KVStore.open(store)
     own = opened.manifest
-    setup = AttendSetup(str(store), opened.store_digest, 0, own.page_size, CONFIG, Caps())
+    worker = Attender(str(store), opened.store_digest, 0, own.page_size, CONFIG, Caps())
     query = np.zeros((1, own.shape.query_heads, 1, own.shape.head_dim), np.float32)
-    found = Attender(setup).attend(own.shape.full_layers[0], query, 1.0, None)
+    found = worker.attend(own.shape.full_layers[0], query, 1.0, None)
     assert np.allclose(found[1], np.log(own.page_size)), "every token counts alike for a query of zeros"
 
 
 def test_a_worker_that_finds_another_store_says_so(store, tmp_path):
-    setup = AttendSetup(str(store), "another", 0, 16, CONFIG, Caps())
+    worker = Attender(str(store), "another", 0, 16, CONFIG, Caps())
     with pytest.raises(StoreMismatch):
-        Attender(setup).open()
+        worker.open()
     with pytest.raises(StoreNotFound):
-        Attender(replace(setup, store=str(tmp_path / "none.kv"))).open()
+        replace(worker, store=str(tmp_path / "none.kv")).open()
 
 
 def test_errors_and_losses_of_workers_are_sentences(store, monkeypatch):

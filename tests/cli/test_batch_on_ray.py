@@ -18,7 +18,7 @@ from offload_decode.common.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import asking
-from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
+from offload_decode.prefill_jobs.on_ray.asking import Asker, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import Reply
 from offload_decode.types import Answer, StepStats
 from tests.cli.conftest import Ran, lines_of, refused, run
@@ -28,7 +28,7 @@ QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in
 
 
 def asker(*stores: Path, **config: Any) -> Asker:
-    return Asker(AskSetup(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False))
+    return Asker(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False)
 
 
 def test_a_worker_answers_as_this_process_does(store):

@@ -21,7 +21,7 @@ from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray import asking, workers
-from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
+from offload_decode.prefill_jobs.on_ray.asking import Asker, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, TryAgain
 from tests.cli.conftest import Ran, done, lines_of, refused, run
 from tests.cli.test_batch_on_ray import sorted_lines
@@ -50,9 +50,7 @@ def stores_at(url: str) -> list[str]:
 
 def asker(url: str, limit: int = 1 << 30) -> Asker:
     header = Path(url.removeprefix("file://"), "collection.json").read_text()
-    return Asker(
-        AskSetup(tuple(stores_at(url)), RemoteStores(url, header, limit), EngineConfig(), Caps(), 4, False)
-    )
+    return Asker(stores_at(url), RemoteStores(url, header, limit), EngineConfig(), Caps(), 4, False)
 
 
 def kept() -> dict[Path, bool]:
@@ -157,7 +155,7 @@ def by_one_worker(
 ) -> Iterator[tuple[int, Any]]:
     """What a cluster of one machine, this one, returns: the last part first."""
     stores = tuple(one.store for one in batches)
-    worker = Asker(AskSetup(stores, remote, config, cluster.caps, most, cites))
+    worker = Asker(stores, remote, config, cluster.caps, most, cites)
     worker.load()
     for number, one in reversed(list(enumerate(batches))):
         yield number, worker.do(one).result

@@ -12,12 +12,12 @@ import pytest
 from offload_decode.common.errors import BucketError, OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
-from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
+from offload_decode.prefill_jobs.on_ray.asking import Asker, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.pool import Pool, Waiting
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Reply, TryAgain
 from offload_decode.types import Answer, StepStats
 
-SETUP = AskSetup(("of", "its", "machine"), None, EngineConfig(), Caps(), 4, False)
+SETUP = (("of", "its", "machine"), None, EngineConfig(), Caps(), 4, False)
 
 
 class OnAMachine(Asker):
@@ -60,7 +60,7 @@ class Machines:
     def remote(self, kind: type) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=partial(self._worker, kind)))
 
-    def _worker(self, kind: type[OnAMachine], setup: AskSetup) -> Any:
+    def _worker(self, kind: type[OnAMachine], *setup: Any) -> Any:
         at = [self._at(kind, setup, list(self.has)[self.started % len(self.has)])]
 
         def load() -> Any:
@@ -81,8 +81,8 @@ class Machines:
             progress=SimpleNamespace(remote=lambda: lambda: (0, 0)),
         )
 
-    def _at(self, kind: type[OnAMachine], setup: AskSetup, machine: str) -> OnAMachine:
-        asker = kind(setup)
+    def _at(self, kind: type[OnAMachine], setup: Any, machine: str) -> OnAMachine:
+        asker = kind(*setup)
         asker.machine, asker.has = machine, self.has[machine]
         return asker
 
@@ -101,7 +101,7 @@ class Machines:
 def ask(
     ray: Machines, stores: str, workers: int, kind: type[OnAMachine] = OnAMachine
 ) -> list[tuple[int, Any]]:
-    pool = Pool(ray, kind, [SETUP], workers, {"num_cpus": 1}, anywhere=False)
+    pool = Pool(ray, kind, SETUP, workers, {"num_cpus": 1}, anywhere=False)
     batches = [QuestionBatch(store, ("?",)) for store in stores]
     return list(pool.run(batches, "answered", lambda progress: None))
 
