@@ -47,7 +47,7 @@ def append(
     rules = folders.rules([corpus])
     check_corpus(corpus)
 
-    from offload_decode.cli.bus_error import exit_on_bus_error
+    from offload_decode.cli.compiling import exit_on_bus_error
     from offload_decode.prefill_jobs.append import append as run
     from offload_decode.prefill_jobs.append import method_of, opened
 

@@ -62,8 +62,7 @@ def index(
 
     If one of several stores fails, the others continue and it is named at the end.
     """
-    from offload_decode.cli.bus_error import exit_on_bus_error
-    from offload_decode.cli.compiling import announce_compiling
+    from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
     from offload_decode.prefill_jobs.indexing import build_indexes, check_target
 
     cluster = cluster_of(workers, worker_count, no_sync=no_sync)

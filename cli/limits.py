@@ -103,8 +103,7 @@ def engine_opener(options: AskOptions, limited: bool = True) -> OpenEngine:
     """
     config, caps = options.config, options.caps
 
-    from offload_decode.cli.bus_error import exit_on_bus_error
-    from offload_decode.cli.compiling import announce_compiling
+    from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
     from offload_decode.common.memory import own_memory
     from offload_decode.engine.engine import Engine
     from offload_decode.kv.indexes import default_kind

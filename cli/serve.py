@@ -111,8 +111,7 @@ def serve(
     access = _access(api_key or [], api_key_file, cors or [], host, is_loopback(host))
     bound = bind(host, port)
 
-    from offload_decode.cli.bus_error import exit_on_bus_error
-    from offload_decode.cli.compiling import announce_compiling
+    from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
     from offload_decode.planning.caps import apply_caps
     from offload_decode.server import metrics
     from offload_decode.server.catalog import Catalog

@@ -83,7 +83,7 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> bool:
 
 def _check(path: Path, progress: Progress) -> dict[str, list[str]]:
     """What is whole, wrong and unfinished; indexes are checked only if the store is whole."""
-    from offload_decode.cli.bus_error import exit_on_bus_error
+    from offload_decode.cli.compiling import exit_on_bus_error
     from offload_decode.common.errors import VectorIndexError
     from offload_decode.kv import indexes
     from offload_decode.store.reader import KVStore, verify_store

@@ -73,8 +73,7 @@ def fidelity(
     common = split_pairs(option or [])
     refuse_existing(out, RESULT, PICTURE)
 
-    from offload_decode.cli.bus_error import exit_on_bus_error
-    from offload_decode.cli.compiling import announce_compiling
+    from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
     from offload_decode.common import files
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.extra import PICTURES, require

@@ -122,7 +122,7 @@ def test_names_and_positions_are_of_the_store(copy):
 def test_a_file_that_shrinks_while_it_is_read_is_a_sentence(where):
     program = f"""
         import mmap, os, tempfile, threading
-        from offload_decode.cli.bus_error import exit_on_bus_error
+        from offload_decode.cli.compiling import exit_on_bus_error
         exit_on_bus_error()
         with tempfile.NamedTemporaryFile() as file:
             file.write(bytes(1 << 16))

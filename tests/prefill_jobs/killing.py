@@ -292,7 +292,7 @@ def _import_all() -> None:
     torch.set_num_threads(1)
     for module in ("zarr", "numba", "transformers.models.gemma2"):
         importlib.import_module(module)
-    ours = """cli.main prefill_jobs.job prefill_jobs.append prefill_jobs.indexing cli.bus_error kv.indexes
+    ours = """cli.main prefill_jobs.job prefill_jobs.append prefill_jobs.indexing cli.compiling kv.indexes
         engine.engine prefill_jobs.buckets prefill_jobs.collect indexes.clusters.index"""
     for module in ours.split():
         importlib.import_module(f"offload_decode.{module}")

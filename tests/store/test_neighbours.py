@@ -160,7 +160,7 @@ def test_a_store_that_shrinks_under_a_command_is_a_sentence(store: Path) -> None
     program = f"""
         import os
         import numpy as np
-        from offload_decode.cli.bus_error import exit_on_bus_error
+        from offload_decode.cli.compiling import exit_on_bus_error
         from offload_decode.store import KVStore
         exit_on_bus_error()
         keys = KVStore.open({str(store)!r}).keys(0, 0)
