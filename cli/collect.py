@@ -15,7 +15,7 @@ from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.options import Folders, a_path, argument, on_this_machine, option, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import PrefillModel, RunOptions, StoreOptions, skipped_files
+from offload_decode.cli.prefill import RunOptions, StoreOptions, skipped_files
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _SHOWN = 5
 @with_groups
 def collect(
     folder: Annotated[str, argument("FOLDER", "A folder of documents.")],
-    model: PrefillModel,
+    model: opts.ModelToLoad,
     out: Annotated[
         Path, option("COLLECTION", "The folder of the collection, which is made or updated.", parser=a_path)
     ],

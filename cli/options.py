@@ -114,42 +114,31 @@ def byte_count(text: str) -> int:
     return size
 
 
-# Shell completion.
+# Shell completion; Typer leaves out what does not begin as the word does.
 
 
-def selector_names(incomplete: str) -> list[str]:
+def selector_names() -> list[str]:
     from offload_decode.selectors.registry import names
 
-    return _completing(names(), incomplete)
+    return names()
 
 
-def index_kinds(incomplete: str) -> list[str]:
+def index_kinds() -> list[str]:
     from offload_decode.indexes.registry import kinds
 
-    return _completing(kinds(), incomplete)
+    return list(kinds())
 
 
-def prefill_methods(incomplete: str) -> list[str]:
+def prefill_methods() -> list[str]:
     from offload_decode.prefill_jobs.methods.registry import names
 
-    return _completing(names(), incomplete)
+    return names()
 
 
-def selector_options(incomplete: str) -> list[str]:
-    keys = (
-        "budget=",
-        "schedule=linear",
-        "dense_layers=",
-        "tail=off",
-        "tail=auto",
-        "tail=clusters",
-        "tail=sample",
-    )
-    return _completing([*keys, *(f"index={kind}" for kind in index_kinds(""))], incomplete)
-
-
-def _completing(names: Iterable[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
+def selector_options() -> list[str]:
+    tails = [f"tail={kind}" for kind in ("off", "auto", "clusters", "sample")]
+    indexes = [f"index={kind}" for kind in index_kinds()]
+    return ["budget=", "schedule=linear", "dense_layers=", *tails, *indexes]
 
 
 def stores(incomplete: str) -> Iterator[str]:
@@ -160,7 +149,7 @@ def stores(incomplete: str) -> Iterator[str]:
     except OSError:
         return
     for path in found:
-        if path.name.startswith(name) and (name or not path.name.startswith(".")) and path.is_dir():
+        if (name or not path.name.startswith(".")) and path.is_dir():
             is_store = (path / "zarr.json").is_file()
             yield f"{folder}{slash}{path.name}{'' if is_store else '/'}"
 
@@ -250,6 +239,7 @@ DeviceCache = Annotated[
 ]
 
 MODEL_FOLDER = f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file."
+ModelToLoad = Annotated[str, option("M", MODEL_FOLDER)]
 MODEL_CONFIG = f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read."
 Model = Annotated[
     str | None,

@@ -18,7 +18,6 @@ from offload_decode.cli.output import Progress
 from offload_decode.cli.push_pull import summary
 from offload_decode.common import files
 from offload_decode.config import split_pairs
-from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Skipped
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
     from offload_decode.prefill_jobs.many import Results
 
 _SHOWN = 5
-
-PrefillModel = Annotated[
-    str, option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file.")
-]
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ def prefill(
             "CORPUS", "A text file, a folder of them, or - for standard input; each becomes a store."
         ),
     ],
-    model: PrefillModel,
+    model: opts.ModelToLoad,
     out: Annotated[
         str,
         option(

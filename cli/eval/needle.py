@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.eval import run
-from offload_decode.cli.eval.run import EvalModel, text_option
-from offload_decode.cli.options import Device, Json, Options, Quiet, Selector, option
+from offload_decode.cli.eval.run import text_option
+from offload_decode.cli.options import Device, Json, ModelToLoad, Options, Quiet, Selector, option
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
@@ -23,7 +23,7 @@ _BUDGET = "64"
 
 
 def needle(
-    model: EvalModel = "demo",
+    model: ModelToLoad = "demo",
     text: Annotated[str | None, text_option("The text to hide needles in")] = None,
     lengths: Annotated[str, option("N,…", "Tokens of text, separated by commas.")] = "2K,8K,32K",
     depths: Annotated[

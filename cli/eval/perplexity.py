@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from offload_decode import demo_models
 from offload_decode.cli import output
 from offload_decode.cli.eval import run as shared
-from offload_decode.cli.eval.run import Contenders, EvalModel, Out, PrefillMethod, text_option, token_counts
-from offload_decode.cli.options import Device, Json, Quiet, option, with_groups
+from offload_decode.cli.eval.run import Contenders, Out, PrefillMethod, text_option, token_counts
+from offload_decode.cli.options import Device, Json, ModelToLoad, Quiet, option, with_groups
 from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _POINTS = 16  # lines of the table by position
 @with_groups
 def perplexity(
     *,
-    model: EvalModel = "demo",
+    model: ModelToLoad = "demo",
     text: Annotated[str | None, text_option("The text")] = None,
     lengths: Annotated[
         str,

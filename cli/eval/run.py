@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _REHEARSED = 64  # tokens
 
-EvalModel = Annotated[str, option("M", opts.MODEL_FOLDER)]
-
 
 def text_option(what: str) -> Any:
     """--text: `what` says which text."""
@@ -64,7 +62,7 @@ Out = Annotated[
 class Asking:
     """The options of all commands that ask questions."""
 
-    model: EvalModel = "demo"
+    model: opts.ModelToLoad = "demo"
     seeds: Annotated[
         str,
         option(
