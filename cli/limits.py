@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from offload_decode.config import EngineConfig, parse_options, split_pairs
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
-    from offload_decode.models.loading import LoadedModel
     from offload_decode.planning.caps import Caps
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
@@ -98,43 +96,12 @@ def open_engine(store: Path, options: AskOptions) -> Engine:
 
 
 def engine_opener(options: AskOptions, limited: bool = True) -> OpenEngine:
-    """Opens engines one after another; stores that share a model load it once. Unless this process is
-    `limited` already, the limits are applied when the store is known to fit: a refusal says what would.
-    """
-    config, caps = options.config, options.caps
+    """Opens engines one after another, in a process that is `limited` already or not (`planning.opening`)."""
+    caps = options.caps
 
     from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
-    from offload_decode.common.memory import own_memory
-    from offload_decode.engine.engine import Engine
-    from offload_decode.kv.indexes import default_kind
-    from offload_decode.models.loading import load
-    from offload_decode.models.size_estimate import outline
-    from offload_decode.planning.caps import admit_question, apply_caps, check_ask, planned_ask
-    from offload_decode.store.reader import KVStore
+    from offload_decode.planning.opening import Opener
 
     announce_compiling()
     exit_on_bus_error()
-    loaded: dict[tuple[str, str, str], LoadedModel] = {}
-    before = 0  # bytes that the process used before it loaded a model
-
-    def open_engine(path: str) -> Engine:
-        nonlocal before
-        store = KVStore.open(path)
-        manifest = store.manifest
-        name = manifest.model_id if config.model is None else config.model
-        estimate, index = outline(name), default_kind(store)
-        before = before or own_memory()
-        planned = planned_ask(estimate, manifest, config, caps, before, index=index)
-        for sentence in check_ask(planned, caps):
-            output.note(sentence)
-        if not limited:
-            apply_caps(caps, config.device)
-        wanted = name, manifest.dtype, config.weights_after(manifest.weights)
-        if wanted not in loaded:
-            loaded.clear()
-            loaded[wanted] = load(name, config.device, *wanted[1:])
-        engine = Engine.open(store, loaded[wanted], config)
-        engine.admit = partial(admit_question, planned, caps)
-        return engine
-
-    return open_engine
+    return Opener(options.config, caps, limited=limited, tell=output.note).open

@@ -149,7 +149,7 @@ def stores(incomplete: str) -> Iterator[str]:
     except OSError:
         return
     for path in found:
-        if (name or not path.name.startswith(".")) and path.is_dir():
+        if path.name.startswith(name) and (name or not path.name.startswith(".")) and path.is_dir():
             is_store = (path / "zarr.json").is_file()
             yield f"{folder}{slash}{path.name}{'' if is_store else '/'}"
 

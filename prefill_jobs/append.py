@@ -8,17 +8,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
+from offload_decode.common.errors import ConfigError, CorpusError, StoreForeign, StoreMismatch
 from offload_decode.common.memory import Peak, give_back
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
@@ -26,11 +24,12 @@ from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes, ext
 from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, memory_errors, prefill_tokens
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, names
+from offload_decode.store.files import Progress
 from offload_decode.store.format import running_software, token_hash
 from offload_decode.store.growth import Growth, is_left
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
-from offload_decode.store.writer import KVStoreWriter, clear, restore
+from offload_decode.store.staging import REPLACED, locked, partial_path
+from offload_decode.store.writer import KVStoreWriter, remove_left, restore
 from offload_decode.types import Document
 
 
@@ -162,7 +161,8 @@ def append_tokens(
                 progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
                 writer.publish()
         else:
-            _tidy(earlier)
+            partial = partial_path(Path(os.path.realpath(store)))
+            remove_left(partial, over=is_left(partial, earlier.manifest))
         after = KVStore.open(store)
         publish_indexes(after)
     seconds, total = time.perf_counter() - began, after.manifest.n_tokens
@@ -263,16 +263,6 @@ def _forms(loaded: LoadedModel, text: TextDocument, first: bool) -> Iterator[Tok
         yield both[: span.end]
     else:
         yield encode_further(loaded.tokenizer, loaded.prompt, [text], 0)[0]
-
-
-def _tidy(store: KVStore) -> None:
-    """Remove what a killed append left after the new store had its name."""
-    partial = partial_path(Path(os.path.realpath(store.path)))
-    if (partial / LOCK).exists() and is_left(partial, store.manifest):
-        with suppress(StoreBusy), locked(partial):
-            clear(partial)
-    with suppress(OSError):  # a kill at the very end leaves an empty folder
-        partial.rmdir()
 
 
 class GrowingStore:

@@ -12,12 +12,12 @@ from offload_decode.collections.journal import Entry, Value, check_metadata
 from offload_decode.collections.words import WORDS, Words
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
+from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.corpus import TextDocument, nothing_in
 from offload_decode.prefill_jobs.decoding import read_plain, text_of
 from offload_decode.prefill_jobs.destinations import Place
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped, Walk, check_corpus, clean
 from offload_decode.prefill_jobs.job import Maker, make, prepare, settled
-from offload_decode.prefill_jobs.many import Watch
 from offload_decode.store.layout import ROOT
 
 Metadata = Mapping[str, Mapping[str, Value]]

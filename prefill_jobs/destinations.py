@@ -13,8 +13,7 @@ from offload_decode.common.errors import ConfigError, StoreExists, StoreForeign,
 from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
-from offload_decode.prefill_jobs.buckets.transfer import Progress
-from offload_decode.store.files import SEAL
+from offload_decode.store.files import SEAL, Progress
 from offload_decode.store.format import Manifest, fingerprint_version
 from offload_decode.store.layout import ROOT, header_of
 from offload_decode.store.reader import KVStore

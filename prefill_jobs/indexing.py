@@ -6,7 +6,7 @@ after the store.
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +28,8 @@ from offload_decode.kv.indexes import (
     kind_folders,
     staging_folder,
 )
+from offload_decode.store.files import Progress
 from offload_decode.store.reader import KVStore
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

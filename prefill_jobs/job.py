@@ -20,13 +20,13 @@ from offload_decode.models.prompt import prompt_for
 from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
-from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
 from offload_decode.prefill_jobs.destinations import Found, Place, destination_of, same_store
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, parse
+from offload_decode.store.files import Progress
 from offload_decode.store.format import MOST_SAMPLES, Manifest, kv_encodings, stored_types, token_hash
 from offload_decode.store.layout import read_header
 from offload_decode.store.reader import KVStore

@@ -25,6 +25,7 @@ from offload_decode.common.errors import (
     StoreExists,
 )
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.corpus import TextDocument, read_corpus
 from offload_decode.prefill_jobs.destinations import Place, destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, STDIN, Rules, Skipped
@@ -33,9 +34,6 @@ from offload_decode.prefill_jobs.job import PrefillReport, Settings, Work, make,
 from offload_decode.store.reader import KVStore
 
 SUFFIX = ".kv"
-
-Watch = Callable[[str, int, int, str], None]
-"""Progress of a stage, with a word on its place in the whole."""
 
 OF_ONE = (CorpusError, StoreError, BucketError, DoesNotFit)
 """Errors of one corpus, which stop no other."""

@@ -145,6 +145,8 @@ _NAME = re.compile(rf"(?:\w[\w.]*/){{0,{_DEEPEST}}}\w[\w.]*", re.ASCII)  # none 
 
 Report = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
+Progress = Callable[[str, int, int], None]
+"""Called with the stage of a job, and how much of how much is done."""
 
 
 def hash_files(root: Path, files: Iterable[str], progress: Report | None = None) -> dict[str, str]:

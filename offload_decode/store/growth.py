@@ -8,7 +8,7 @@ states, sums of errors. Files that stay the same become hard links; where the fi
 
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from offload_decode.common.files import remove
 from offload_decode.store import layout
-from offload_decode.store.files import open_regular
+from offload_decode.store.files import Progress, open_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layer_states import StateLog, WindowLog
 from offload_decode.store.layout import ArraySpec, array_name, sample_plan
@@ -69,9 +69,6 @@ def _copy(here: int, start: int, there: int, at: int, count: int) -> None:
     if len(data) != count:
         raise OSError(0, "it ends too early")
     write_all(there, at, data)
-
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass

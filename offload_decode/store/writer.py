@@ -71,18 +71,19 @@ def _at_once(one: Path, other: Path) -> bool:
 def refuse_existing(path: Path, staging: Path | None = None) -> None:
     """StoreExists where `path` is taken; `remove_left` of its `staging` then."""
     if os.path.lexists(path):
-        remove_left(staging or partial_path(path))
+        partial = staging or partial_path(path)
+        remove_left(partial, over=not (partial / STORE).exists())
         raise StoreExists(f"{path} exists already: choose another path, or remove it first.")
     for parent in Path(os.path.abspath(path)).parents:
         if (parent / SEAL).exists():  # a file more would make it a damaged store
             raise StoreExists(f"{parent} is a store itself: choose a path outside of it.")
 
 
-def remove_left(partial: Path) -> None:
-    """Remove the staging folder, without a store, of a job that was killed after publishing."""
-    if (partial / staging.LOCK).exists() and not (partial / STORE).exists():
+def remove_left(partial: Path, over: bool) -> None:
+    """Remove the staging folder of a job that is `over`: it was killed after publishing."""
+    if over and (partial / staging.LOCK).exists():
         with suppress(StoreBusy), staging.locked(partial):
-            shutil.rmtree(partial)
+            clear(partial)
     with suppress(OSError):  # a kill may leave an empty folder
         partial.rmdir()
 

@@ -46,14 +46,12 @@ from offload_decode.prefill_jobs.buckets.stores import (
     send,
     taken,
 )
-from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, checked, in_parallel
-from offload_decode.store.files import SEAL
+from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Transfer, Watch, checked, in_parallel
+from offload_decode.store.files import SEAL, Progress
 from offload_decode.store.layout import COLLECTION as HEADER
 from offload_decode.store.staging import STORE, locked, surfaced
 from offload_decode.store.writer import refuse_existing
 
-Watch = Callable[[str, int, int, str], None]
-"""Gets the stage, how many of how many are done, and the document."""
 Watching = Callable[[], AbstractContextManager[Watch]]
 """Opens a `Watch` for the time of a fetch."""
 

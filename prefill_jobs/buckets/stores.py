@@ -22,16 +22,8 @@ from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged, StoreError, StoreExists
 from offload_decode.kv.indexes import indexes_folder, kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, PART, Bucket, parse_sums, store_sums
-from offload_decode.prefill_jobs.buckets.transfer import (
-    Item,
-    Meter,
-    Progress,
-    Transfer,
-    checked,
-    move,
-    size_of,
-)
-from offload_decode.store.files import SEAL, SUMS, hash_files, read_sums, render, seal_of
+from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Transfer, checked, move, size_of
+from offload_decode.store.files import SEAL, SUMS, Progress, hash_files, read_sums, render, seal_of
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
 from offload_decode.store.writer import refuse_existing, remove_left
@@ -222,7 +214,7 @@ def pull(
         items = items_in(path)
         if not _is_exactly(path, bucket, listed, items, progress):
             refuse_existing(path, partial)
-        remove_left(partial)
+        remove_left(partial, over=not (partial / STORE).exists())
         return Transfer(0, 0, len(items), size_of(items), time.perf_counter() - began)
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)  # another process may have pulled it meanwhile

@@ -8,9 +8,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.store.files import Progress
 
-Progress = Callable[[str, int, int], None]
-"""Gets the stage, and how much of how much is done."""
+Watch = Callable[[str, int, int, str], None]
+"""As `Progress`, with a word on the place in the whole: a document, or how many of how many."""
 
 FILES_AT_ONCE = 8
 _REPORT_EVERY_S = 0.2

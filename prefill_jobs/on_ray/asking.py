@@ -10,20 +10,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import own_memory
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
-from offload_decode.kv.indexes import default_kind
-from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.size_estimate import outline
-from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
+from offload_decode.planning.caps import Caps, apply_caps
+from offload_decode.planning.opening import Opener
 from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress, pool_of
 from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker
-from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer
 
 OPEN = 4
@@ -54,15 +50,14 @@ class Asker(Worker):
         cites: bool,
     ) -> None:
         super().__init__(stores, remote)
-        self.config, self.caps, self.max_new_tokens, self.cites = config, caps, max_new_tokens, cites
-        self.before = 0
-        self.model: tuple[tuple[str, str, str], LoadedModel] | None = None
+        self.max_new_tokens, self.cites = max_new_tokens, cites
+        self.opener = Opener(config, caps, release=lambda: self._close(0))
         self.opened: OrderedDict[str, tuple[Engine, ExitStack]] = OrderedDict()  # held in the cache
         self.most = OPEN if remote is None else 1  # an open store cannot leave the cache
 
     def begin(self) -> None:
-        apply_caps(self.caps, self.config.device)
-        self.before = own_memory()
+        apply_caps(self.opener.caps, self.opener.config.device)
+        self.opener.before = own_memory()
 
     def run(self, task: QuestionBatch) -> list[Answer]:
         questions, engine = task.questions, self._engine(task.store)
@@ -73,7 +68,7 @@ class Asker(Worker):
         if store not in self.opened:
             self._close(self.most - 1)
             with ExitStack() as held:
-                engine = self._open(held.enter_context(self.held(store)))
+                engine = self.opener.open(held.enter_context(self.held(store)))
                 self.opened[store] = engine, held.pop_all()
         self.opened.move_to_end(store)
         return self.opened[store][0]
@@ -81,22 +76,6 @@ class Asker(Worker):
     def _close(self, left: int) -> None:
         while len(self.opened) > left:
             self.opened.popitem(last=False)[1][1].close()
-
-    def _open(self, path: str) -> Engine:
-        config, caps = self.config, self.caps
-        store = KVStore.open(path)
-        named = store.manifest.model_id if config.model is None else config.model
-        index = default_kind(store)
-        planned = planned_ask(outline(named), store.manifest, config, caps, self.before, index=index)
-        check_ask(planned, caps)
-        wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
-        if self.model is None or self.model[0] != wanted:
-            self._close(0)
-            self.model = None
-            self.model = wanted, load(wanted[0], config.device, *wanted[1:])
-        engine = Engine.open(store, self.model[1], config)
-        engine.admit = partial(admit_question, planned, caps)
-        return engine
 
 
 def answer_on_ray(

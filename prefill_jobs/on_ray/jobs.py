@@ -16,11 +16,12 @@ from offload_decode.common.memory import own_memory
 from offload_decode.indexes import registry
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
+from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.destinations import destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.job import Maker, PrefillReport, make, prepare, settled
-from offload_decode.prefill_jobs.many import OF_ONE, Job, Results, Texts, Watch, read_all
+from offload_decode.prefill_jobs.many import OF_ONE, Job, Results, Texts, read_all
 from offload_decode.prefill_jobs.on_ray.pool import Pool, Task, TaskProgress, pool_of
 from offload_decode.prefill_jobs.on_ray.workers import Cluster, Lost, Worker, installed
 

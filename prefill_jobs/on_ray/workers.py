@@ -29,7 +29,7 @@ from offload_decode.store.staging import surfaced
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.buckets.collections import RemoteStores
-    from offload_decode.prefill_jobs.buckets.transfer import Progress
+    from offload_decode.store.files import Progress
 
 TRIES = 6
 """Workers that a task may lose before it has failed; a few may be lost at random as they start."""

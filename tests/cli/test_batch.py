@@ -11,7 +11,7 @@ import pytest
 from offload_decode import Engine
 from offload_decode.cli.questions import append_answers, read_answered
 from offload_decode.common.errors import ConfigError, StoreDamaged
-from offload_decode.models import loading
+from offload_decode.planning import opening
 from offload_decode.prefill_jobs import decoding
 from tests.cli.conftest import Ran, lines_of, refused, run, write_lines
 
@@ -60,8 +60,8 @@ def test_every_store_answers_every_question(store, copy, questions, tmp_path):
 
 def test_a_model_is_loaded_once_for_the_stores_that_share_it(store, copy, questions, tmp_path, monkeypatch):
     loaded: list[str] = []
-    load = loading.load
-    monkeypatch.setattr(loading, "load", lambda *args: loaded.append(args[0]) or load(*args))
+    load = opening.load
+    monkeypatch.setattr(opening, "load", lambda *args: loaded.append(args[0]) or load(*args))
     assert _batch(questions, tmp_path / "out.jsonl", store, copy("b.kv"), copy("c.kv")).code == 0
     assert len(loaded) == 1
 
@@ -190,7 +190,7 @@ def test_half_a_surrogate_pair_is_asked_and_answered_once(store, tmp_path):
 
 
 def test_options_are_checked_before_any_work(store, questions, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(opening, "load", lambda *args: pytest.fail("the model was loaded"))
     args = ["batch", store, "--questions", questions, "--out", tmp_path / "out"]
     assert "unknown selector" in refused(2, *args, "-s", "nonsense")
     assert "has no option" in refused(2, *args, "-o", "bugdet=3")

@@ -91,13 +91,10 @@ def test_the_self_test_finds_its_fact():
 
 
 def test_names_are_completed_without_heavy_imports():
-    assert options.selector_names("") == registry.names()
-    assert options.selector_names("top") == ["topk"]
-    assert options.index_kinds("") == list(kinds())
-    assert options.index_kinds("faiss-i") == ["faiss-ivf"]
-    assert options.selector_options("index=f") == ["index=flat", "index=faiss-ivf", "index=faiss-hnsw"]
-    script = "import sys; from offload_decode.cli import options as c; c.selector_names('');"
-    loaded = set(apart(script + "c.selector_options(''); print(*sys.modules)").stdout.split())
+    assert options.selector_names() == registry.names()
+    assert options.index_kinds() == list(kinds())
+    script = "import sys; from offload_decode.cli import options as c; c.selector_names();"
+    loaded = set(apart(script + "c.selector_options(); print(*sys.modules)").stdout.split())
     assert "typer" in loaded
     assert not HEAVY & loaded
 
@@ -120,7 +117,10 @@ def test_stores_are_completed_and_folders_can_be_entered(store, tmp_path, monkey
     [
         ("offload-decode do", "doctor"),
         ("offload-decode ask s.kv why -s qu", "quest quest+topk quest-paper quoka"),
+        ("offload-decode ask s.kv why -s top", "topk"),
+        ("offload-decode ask s.kv why -o index=f", "index=flat index=faiss-ivf index=faiss-hnsw"),
         ("offload-decode index s.kv --kind h", "hnswlib"),
+        ("offload-decode index s.kv --kind faiss-i", "faiss-ivf"),
     ],
 )
 def test_shell_completion(words, offered):

@@ -60,10 +60,10 @@ def test_it_is_listed_by_the_distribution_that_brings_it():
 
 @pytest.mark.usefixtures("example")
 def test_the_shell_completes_its_names():
-    assert options.selector_names("lo") == ["loki", "longest-keys"]
-    assert options.index_kinds("s") == ["sorted-keys"]
-    assert options.prefill_methods("") == ["dense", "quoka", "sample", "window", "evenly", "torn"]
-    assert options.selector_options("index=so") == ["index=sorted-keys"]
+    assert {"loki", "longest-keys"} <= {*options.selector_names()}
+    assert "sorted-keys" in options.index_kinds()
+    assert options.prefill_methods() == ["dense", "quoka", "sample", "window", "evenly", "torn"]
+    assert "index=sorted-keys" in options.selector_options()
 
 
 @pytest.mark.usefixtures("example")

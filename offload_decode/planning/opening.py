@@ -1,0 +1,54 @@
+"""Stores opened to be asked, one after another, within the limits of a process that holds one model."""
+
+from collections.abc import Callable
+from functools import partial
+
+from offload_decode.common.memory import own_memory
+from offload_decode.config import EngineConfig
+from offload_decode.engine.engine import Engine
+from offload_decode.kv.indexes import default_kind
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.size_estimate import outline
+from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
+from offload_decode.store.reader import KVStore
+
+
+class Opener:
+    """Opens engines; stores that share a model load it once. `tell` gets sentences on what to know before;
+    `release` lets go of the engines of a model before another one takes its place. Unless the process is
+    `limited` already, the limits are applied when a store is known to fit: a refusal says what would.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        caps: Caps,
+        *,
+        limited: bool = True,
+        tell: Callable[[str], None] = lambda sentence: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self.caps, self.limited, self.tell, self.release = config, caps, limited, tell, release
+        self.before = 0  # bytes that the process used before it loaded a model
+        self._model: tuple[tuple[str, str, str], LoadedModel] | None = None
+
+    def open(self, path: str) -> Engine:
+        """Raises `DoesNotFit`, `ConfigError`, `StoreError`, `ModelError`."""
+        config, caps, store = self.config, self.caps, KVStore.open(path)
+        manifest = store.manifest
+        named = manifest.model_id if config.model is None else config.model
+        estimate, index = outline(named), default_kind(store)
+        self.before = self.before or own_memory()
+        planned = planned_ask(estimate, manifest, config, caps, self.before, index=index)
+        for sentence in check_ask(planned, caps):
+            self.tell(sentence)
+        if not self.limited:
+            apply_caps(caps, config.device)
+        wanted = named, manifest.dtype, config.weights_after(manifest.weights)
+        if self._model is None or self._model[0] != wanted:
+            self.release()
+            self._model = None
+            self._model = wanted, load(named, config.device, *wanted[1:])
+        engine = Engine.open(store, self._model[1], config)
+        engine.admit = partial(admit_question, planned, caps)
+        return engine
