@@ -50,19 +50,15 @@ _write = _types.ExternalFunction("write", _types.intp(_types.int32, _types.voidp
 _exit = _types.ExternalFunction("_exit", _types.void(_types.int32))
 
 
+@numba.cfunc("void(int32)", cache=True)
 def _end(_: int) -> None:
     _write(2, _SENTENCE.ctypes, len(_SENTENCE))
     _exit(1)
 
 
-@cache
-def exit_on_bus_error() -> Any:
-    """From here on, SIGBUS prints one line on stderr and ends the process with exit code 1. Returns the
-    compiled handler, which is kept.
-    """
-    handler = numba.cfunc("void(int32)", cache=True)(_end)
+def exit_on_bus_error() -> None:
+    """From here on, SIGBUS prints one line on stderr and ends the process with exit code 1."""
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes = [ctypes.c_int, ctypes.c_void_p]
     set_handler.restype = ctypes.c_void_p
-    set_handler(signal.SIGBUS, handler.address)
-    return handler
+    set_handler(signal.SIGBUS, _end.address)
