@@ -55,6 +55,13 @@ class StoreOptions:
             "scaling]",
         ),
     ] = None
+    rope: Annotated[
+        str,
+        option(
+            "KIND:N",
+            "Scale RoPE for texts N times as long as those of the training: yarn:4, linear:2, dynamic:2.",
+        ),
+    ] = ""
     query_samples: Annotated[
         int, option("N", "Prefill queries to keep for each KV head, to tune indexes with.", min=1)
     ] = 1024
@@ -65,7 +72,8 @@ class StoreOptions:
         from offload_decode.prefill_jobs.job import Settings
 
         follow = None if self.context is None else token_count(self.context)
-        return Settings(self.method, split_pairs(self.options or []), self.query_samples, self.kv, follow)
+        options = split_pairs(self.options or [])
+        return Settings(self.method, options, self.query_samples, self.kv, follow, self.rope)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def append(
     manifest = opened(store).manifest
     texts, skipped = read_corpus(corpus, rules)
     weights = manifest.weights if weights == "auto" else weights
-    loaded = load(model or manifest.model_id, device, manifest.dtype, weights)
+    loaded = load(model or manifest.model_id, device, manifest.dtype, weights, manifest.scaled)
     progress("tokenize", 0, len(texts))
     return append_texts(loaded, texts, store, skipped=tuple(skipped), progress=progress)
 

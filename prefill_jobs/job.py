@@ -15,6 +15,7 @@ from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.common.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
 from offload_decode.hf.compat import device_room
 from offload_decode.hf.mla import tell_of_indexer
+from offload_decode.hf.rope_scaling import parse_rope
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import prompt_for
 from offload_decode.models.size_estimate import outline_of
@@ -46,7 +47,7 @@ class Settings:
     `chunk=auto`: on a GPU as many tokens as fit, the default where results do not depend on it), the prefill
     queries to keep for each KV head, how keys and values are stored (`auto`, `int8` or `int4-values`), and
     the most tokens that will follow, which a model's rotation may depend on (`hf.positions`; None: what
-    `Lengths.chosen` takes).
+    `Lengths.chosen` takes), and how the RoPE of the model is scaled for longer texts (`hf.rope_scaling`).
     """
 
     method: str = "dense"
@@ -54,12 +55,15 @@ class Settings:
     query_samples: int = 1024
     kv: str = "auto"
     context: int | None = None
+    rope: str = ""
 
     def __post_init__(self) -> None:
         kv_encodings(self.kv)  # mistakes show before the model is loaded
         parse(self.method, self.stated)
         if not 1 <= self.query_samples <= MOST_SAMPLES:
             raise ConfigError(f"query-samples must be 1 to {MOST_SAMPLES:,}, not {self.query_samples}")
+        if self.rope:
+            parse_rope(self.rope)
         if self.context is not None and self.context < 1:
             raise ConfigError(f"context must be 1 or more tokens, not {self.context}")
 
@@ -88,7 +92,7 @@ class Maker:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        return load(self.model, self.device, self.dtype, self.weights)
+        return load(self.model, self.device, self.dtype, self.weights, self.settings.rope)
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def prefill(
     place = destination_of(out, staging)
     place.admit()
     texts, skipped = read_corpus(corpus, rules)
-    loaded = load(model, device, dtype, weights)
+    loaded = load(model, device, dtype, weights, settings.rope)
     progress("tokenize", 0, len(texts))
     work = prepare(loaded, texts, settings, tuple(skipped))
     return settled(work, place) or make(loaded, work, place, progress)
@@ -274,7 +278,8 @@ def _planned(
         kv=stored_types(settings.kv, loaded.dtype, loaded.shape),
         seam=len(tokens) // method.options.chunk * method.options.chunk,
         prefill={"method": method.name, **asdict(method.options)}
-        | ({} if loaded.weights == "auto" else {"weights": loaded.weights}),
+        | ({} if loaded.weights == "auto" else {"weights": loaded.weights})
+        | ({"rope": loaded.scaled} if loaded.scaled else {}),
         template=template,
     )
     return Work(tokens, documents, manifest, method, skipped, chosen=settings.chunk is None)

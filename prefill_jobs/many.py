@@ -114,7 +114,7 @@ def prefill_many(
     results, texts = read_all(jobs, staging, rules)
     if not texts:
         return results
-    loaded = load(model, device, dtype, weights)
+    loaded = load(model, device, dtype, weights, settings.rope)
     todo: list[tuple[Job, Work, Place]] = []
     for number, read in enumerate(texts):
         progress("tokenize", number, len(texts), read.job.corpus)

@@ -58,7 +58,7 @@ class Engine(Conversation):
         if model is None or isinstance(model, str):
             named = opened.manifest.model_id if model is None else model
             weights = config.weights_after(opened.manifest.weights)
-            loaded = load(named, config.device, opened.manifest.dtype, weights)
+            loaded = load(named, config.device, opened.manifest.dtype, weights, opened.manifest.scaled)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
         opened.check_model(

@@ -87,9 +87,8 @@ def main() -> None:
     request = json.load(sys.stdin)
     try:
         store = KVStore.open(request["store"])
-        loaded = load(
-            store.manifest.model_id, request["device"], store.manifest.dtype, store.manifest.weights
-        )
+        manifest = store.manifest
+        loaded = load(manifest.model_id, request["device"], manifest.dtype, manifest.weights, manifest.scaled)
         ways = [Way(**way) for way in request["ways"]]
         engines = [Engine.open(store, loaded, selector=way.selector, options=way.options) for way in ways]
         for engine in engines:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.hf.compat import class_of, text_of
+from offload_decode.hf.rope_scaling import scale_rope
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.gguf_cache import converted
 from offload_decode.models.prompt import is_failure
@@ -80,12 +81,15 @@ def located(source: str) -> tuple[str, dict[str, str]]:
     return str(path.parent), {"gguf_file": path.name}
 
 
-def read_config(model_id: str) -> tuple[Any, ModelShape]:
-    """`stated_config`, and the shape of the model, which passed the equivalence check.
+def read_config(model_id: str, rope: str = "") -> tuple[Any, ModelShape]:
+    """`stated_config`, its RoPE scaled as `rope` says (`hf.rope_scaling`), and the shape of the model, which
+    passed the equivalence check.
 
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
     config = stated_config(model_id)
+    if rope:
+        scale_rope(config, rope)
     from offload_decode.hf.verify import shape_of  # which imports transformers
 
     with model_errors(f"cannot read the config of '{model_id}'"):

@@ -51,7 +51,8 @@ class Padding(NamedTuple):
 class LoadedModel:
     """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
     checkpoint's), or what they were quantised to as it was loaded. `streamed`: those of its layers come to
-    the device as they run (`models.layer_streaming`), for passes without logits.
+    the device as they run (`models.layer_streaming`), for passes without logits. `scaled`: how its RoPE was
+    asked to be, empty as it is trained.
     """
 
     model: Any
@@ -68,6 +69,7 @@ class LoadedModel:
     weights: str = "auto"
     streamed: bool = False
     stated_ends: tuple[int, ...] = ()
+    scaled: str = ""
 
     @property
     def ends(self) -> frozenset[int]:
@@ -156,7 +158,9 @@ class LoadedModel:
             )
 
 
-def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str = "auto") -> LoadedModel:
+def load(
+    model_id: str, device: str = "auto", dtype: str = "auto", weights: str = "auto", rope: str = ""
+) -> LoadedModel:
     """Load a shipped model, such as `demo`, a folder, a .gguf file or a transformers id, with its tokenizer.
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
@@ -164,7 +168,8 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     dtype), `streamed` (`models.layer_streaming`), `int8` or `int4` (`models.quantization`): the model's hash
     is that of the checkpoint, so that it opens the checkpoint's stores. Another quantized checkpoint is read
     as it is published, and takes no `weights`. On the CPU weights are memory-mapped, and copied only for
-    another `dtype`. Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
+    another `dtype`. `rope`: how RoPE is scaled for longer texts, such as `yarn:4` (`hf.rope_scaling`). Raises
+    `ModelError`, `UnsupportedModel` or `ConfigError`.
     """
     from transformers import AutoTokenizer, __version__
     from transformers.utils import logging
@@ -174,7 +179,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     chosen_device = pick_device(device)
     if weights == STREAMED:
         check_card(chosen_device)
-    config, _ = checkpoint.read_config(model_id)
+    config, _ = checkpoint.read_config(model_id, rope)
     source = checkpoint.source_of(model_id)
     if (stated := quantization.quantization_of(config)) is not None:
         quantization.check_weights_of(stated["quant_method"], weights)
@@ -218,7 +223,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
         model_id = str(Path(source).absolute())
     loaded = wrap(model, tokenizer, model_id, fingerprint, known)
     numbers = "auto" if weights in (STREAMED, FULL) else weights
-    return replace(loaded, streamed=weights == STREAMED, weights=numbers, stated_ends=ends)
+    return replace(loaded, streamed=weights == STREAMED, weights=numbers, stated_ends=ends, scaled=rope)
 
 
 def wrap(

@@ -30,7 +30,7 @@ class Opener:
     ) -> None:
         self.config, self.caps, self.limited, self.tell, self.release = config, caps, limited, tell, release
         self.before = 0  # bytes that the process used before it loaded a model
-        self._model: tuple[tuple[str, str, str], LoadedModel] | None = None
+        self._model: tuple[tuple[str, ...], LoadedModel] | None = None
 
     def open(self, path: str) -> Engine:
         """Raises `DoesNotFit`, `ConfigError`, `StoreError`, `ModelError`."""
@@ -44,7 +44,7 @@ class Opener:
             self.tell(sentence)
         if not self.limited:
             apply_caps(caps, config.device)
-        wanted = named, manifest.dtype, config.weights_after(manifest.weights)
+        wanted = named, manifest.dtype, config.weights_after(manifest.weights), manifest.scaled
         if self._model is None or self._model[0] != wanted:
             self.release()
             self._model = None

@@ -43,11 +43,11 @@ _LONGEST = 255
 class Entry:
     """A store under its name, or the bare model where `path` is None.
 
-    `model_id`, `dtype` and `weights` are how the model is loaded. `created` is when the store was published,
-    in seconds since 1970. `digest` is that of the store (`KVStore`), empty for a bare model; `recall` is what
-    the clusters beside it measured when they were built, mean over heads, None where there are none that are
-    whole. `identity` changes when the store or its clusters are replaced, and with it the equality of two
-    entries of one name.
+    `model_id`, `dtype`, `weights` and `scaled` are how the model is loaded. `created` is when the store was
+    published, in seconds since 1970. `digest` is that of the store (`KVStore`), empty for a bare model;
+    `recall` is what the clusters beside it measured when they were built, mean over heads, None where there
+    are none that are whole. `identity` changes when the store or its clusters are replaced, and with it the
+    equality of two entries of one name.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Entry:
     model_id: str
     dtype: str
     weights: str
+    scaled: str = ""
     tokens: int = 0
     documents: int = 0
     created: int = field(default=0, compare=False)
@@ -66,7 +67,8 @@ class Entry:
     def of(cls, manifest: Manifest, path: Path, **more: Any) -> Entry:
         """A store under the name of its folder."""
         name, model = readable(path.name.removesuffix(SUFFIX)), manifest.model_id
-        return cls(name, path, model, manifest.dtype, manifest.weights, manifest.n_tokens, **more)
+        how = manifest.dtype, manifest.weights, manifest.scaled
+        return cls(name, path, model, *how, manifest.n_tokens, **more)
 
     @cached_property
     def base(self) -> str:
@@ -261,6 +263,7 @@ class Catalog:
                 model_id=model,
                 dtype="auto" if store is None else store.dtype,
                 weights="auto" if store is None else store.weights,
+                scaled="" if store is None else store.scaled,
                 created=self._began if store is None else store.created,
             )
         names = {key: name for key, name in self._names.items() if key in found}

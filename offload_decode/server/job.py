@@ -236,12 +236,12 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
         earlier = opened(store)
         manifest = earlier.manifest
         chunk: int | None = method_of(earlier).options.chunk
-        dtype, weights = manifest.dtype, manifest.weights
+        dtype, weights, scaled = manifest.dtype, manifest.weights, manifest.scaled
     else:
         settings = Settings(work.method, work.options, kv=work.kv)
-        chunk, dtype, weights = settings.chunk, work.dtype, work.weights
+        chunk, dtype, weights, scaled = settings.chunk, work.dtype, work.weights, ""
     check_prefill(outline(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
-    loaded = load(work.model, device, dtype, weights)
+    loaded = load(work.model, device, dtype, weights, scaled)
     progress("tokenize", 0, len(texts))
     if work.kind == "append":
         report = asdict(append_texts(loaded, texts, store, progress=progress))

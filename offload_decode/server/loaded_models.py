@@ -41,11 +41,12 @@ _POLL_S = 0.02
 
 
 class ModelKey(NamedTuple):
-    """What tells loaded models apart; `dtype` and `weights` as `load` takes them."""
+    """What tells loaded models apart, as `load` takes them."""
 
     model_id: str
     dtype: str
     weights: str
+    scaled: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class LoadedModels:
             for key in reversed(self._models):
                 if (key.model_id, key.weights) == (named, weights):
                     return key
-        return ModelKey(named, entry.dtype, weights)
+        return ModelKey(named, entry.dtype, weights, entry.scaled)
 
     def _loading(self, key: ModelKey) -> Future[LoadedModel]:
         """With the lock held: the model, or the promise of it, in the place of the one that was used longest
@@ -226,7 +227,7 @@ class LoadedModels:
     def _load(self, key: ModelKey) -> LoadedModel:
         LOG.info("loading the model %s", key.model_id)
         try:
-            loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights)
+            loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights, key.scaled)
         finally:
             with self._lock:
                 if key in self._unused:

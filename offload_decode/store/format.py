@@ -215,7 +215,8 @@ class Manifest:
 
     There is no time in it, so that two prefills of one corpus are the same bytes.
     `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped
-    the numbers: `weights`, where they were quantised for the prefill (`int8` or `int4`).
+    the numbers: `weights`, where they were quantised for the prefill (`int8` or `int4`), and `rope`, where
+    it was scaled (`yarn:4`).
     `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
     `FINGERPRINT_VERSION`.
     `template` is "chat" where the tokens open a chat template, else "plain".
@@ -266,6 +267,11 @@ class Manifest:
     def weights(self) -> str:
         """Of the model that prefilled: `auto` (the checkpoint's), `int8` or `int4`."""
         return str(self.prefill.get("weights", "auto"))
+
+    @property
+    def scaled(self) -> str:
+        """How the RoPE of the model that prefilled was scaled, such as `yarn:4`; empty as it is trained."""
+        return str(self.prefill.get("rope", ""))
 
     def encoding(self, kind: str) -> str | None:
         """How `keys` or `values` are encoded; None where they are in the model's dtype."""
@@ -337,6 +343,8 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
     check("prefill.method", data["prefill"].get("method"), str)
     if "weights" in data["prefill"]:
         check("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
+    if not isinstance(data["prefill"].get("rope", ""), str):
+        check("prefill.rope", data["prefill"]["rope"], str)
     kinds = (data["dtype"], *_ENCODED)
     check("kv", data["kv"], {"keys": kinds, "values": kinds})
     shape = shape_from(data["shape"], data["format_version"], DTYPES)
