@@ -102,7 +102,7 @@ def test_ask_and_inspect_say_how_the_store_was_made(prefill, store, tmp_path):
         (["--workers", "ray"], "offload-decode[ray]"),
         (["--gpu-memory", "8GiB", "--device", "cpu"], "caps a GPU"),
         (["--ram", "lots"], "lots"),
-        (["--weights", "int3"], "choose one of: auto, streamed, int8, int4"),
+        (["--weights", "int3"], "choose one of: auto, full, streamed, int8, int4"),
         (["--model", ""], "the model is empty"),
         (["--dtype", "float8"], "unknown dtype 'float8'"),
         (["--glob", "*.md"], "apply to folders, and none is given"),
