@@ -122,7 +122,7 @@ def _counts(planned: Plan) -> str:
     shape, tokens = outline.shape, request.tokens
     layers = len(shape.full_layers)
     if outline.packed:
-        whole = sizes.weights_bytes(replace(outline, format=""), "auto")
+        whole = sizes.weights_bytes(replace(outline, packed=0), "auto")
         weights = [(FORMATS[outline.format].name, outline.packed), (outline.dtype, whole)]
     else:
         weights = [

@@ -19,7 +19,7 @@ from offload_decode.kv import placement
 from offload_decode.kv.generated import room_for
 from offload_decode.kv.host_cache import BLOCK_TOKENS, SCORES
 from offload_decode.kv.page_bounds import bounds_bytes
-from offload_decode.models.quantization import BLOCK
+from offload_decode.models.quantization import BLOCK, GGUF
 from offload_decode.models.size_estimate import Outline
 from offload_decode.selectors.budgets import PASS_TOKENS, SELECTED_IDS, Budget, pass_tokens
 from offload_decode.store.format import KV_KINDS, Manifest, numpy_dtype, stored_types
@@ -61,10 +61,11 @@ def waiting_bytes(outline: Outline) -> int:
 
 def active_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
     """The weights that one token reads: of the embeddings one row, of the experts those it is sent to."""
-    item = itemsize(outline.dtype)
+    item, held = float(itemsize(outline.dtype)), weights_bytes(outline, weights, on_gpu)
     experts = outline.packed_experts if outline.runs_packed(on_gpu) else outline.experts * item
-    idle = outline.embeddings * item + round(experts * (1 - outline.active))
-    return weights_bytes(outline, weights, on_gpu) - idle
+    if outline.format == GGUF and held == outline.packed:  # the table is in blocks too
+        item = held / outline.parameters
+    return held - round(outline.embeddings * item + experts * (1 - outline.active))
 
 
 def row_bytes(shape: ModelShape, kv: str, dtype: str) -> tuple[int, int]:

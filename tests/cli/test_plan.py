@@ -9,6 +9,7 @@ from offload_decode.cli import output
 from offload_decode.cli.options import byte_count
 from offload_decode.common.errors import ConfigError
 from tests.cli.conftest import done, json_of, refused, run, write_lines
+from tests.models import few_bits
 from tests.planning.outlines import llama_8b
 
 ROOMY = ("--gpu", "none", "--ram", "64GiB", "--disk", "1TB")
@@ -134,3 +135,15 @@ def test_an_8b_model_for_a_card_of_16_gib(monkeypatch):
     assert "It does not fit. This does: --weights int8" in ran.out
     assert "each token reads up to" in ran.out
     assert "They would stay in memory with --kv int4-values" in ran.out
+
+
+def test_a_gguf_file_is_planned_in_its_blocks(tmp_path):
+    pytest.importorskip("gguf")
+    file = few_bits.gguf(tmp_path / "tiny")
+    told = run("plan", "--model", file, "--tokens", "16K", *ROOMY)
+    assert told.code == 0, told.err
+    size = file.stat().st_size
+    assert f"weights      GGUF {output.size(size)}, bfloat16 " in told.out
+    plan = json_of("plan", "--model", file, "--tokens", "16K", *ROOMY)
+    parts = {part["name"]: part["bytes"] for part in plan["asked"]["ask"]}
+    assert parts["weights (GGUF)"] == size
