@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not FILE.exists(), reason=f"{FILE} is not there: make real fetches it"),
 ]
 
-LICENCE = re.sub(r"[ \n]+", " ", (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8"))
+WHOLE = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+LICENCE = re.sub(r"[ \n]+", " ", WHOLE)
 FACT = "The harbour office closes at seven in the evening. Its keeper is Maria Dantelo."
 ASKED = {
     "Who is the keeper of the harbour office?": "Maria Dantelo",
@@ -47,7 +48,8 @@ def whole() -> Any:
 @pytest.fixture(scope="module")
 def store(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three parts of the licence as documents, a fact in the midst of the second, with the default index."""
-    first, second, third = (LICENCE[start : start + 1800] for start in (700, 3700, 6700))
+    parts = (WHOLE[start : start + 1800] for start in (700, 3700, 6700))
+    first, second, third = (re.sub(r"[ \n]+", " ", part) for part in parts)
     middle = second.index(". ", 900) + 1
     second = f"{second[:middle]} {FACT}{second[middle:]}"
     texts = [TextDocument(name, text) for name, text in (("a", first), ("b", second), ("c", third))]
