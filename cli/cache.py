@@ -1,6 +1,7 @@
 """`offload-decode cache`: what this user's programs keep to be faster the next time."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.options import Json
+from offload_decode.common.errors import ConfigError
 
 KINDS = {
     "gguf": "configs and tokenizers of GGUF files",
@@ -31,10 +33,8 @@ def cache(
     home = cache_folder()
     found = [_about(home / name, kept) for name, kept in KINDS.items()]
     if clear:
-        for about in found:
-            shutil.rmtree(home / about["kind"], ignore_errors=True)
-        if left := [name for name in KINDS if (home / name).exists()]:
-            raise typer.BadParameter(f"{home / left[0]} cannot be removed: change its permissions")
+        for name in KINDS:
+            _clear(home / name)
     if as_json:
         output.answer_json({"folder": str(home), "cleared": clear, "kinds": found})
         return
@@ -46,6 +46,24 @@ def cache(
     output.answer(output.facts(facts))
 
 
+def _clear(folder: Path) -> None:
+    """Remove what lies in a folder, which may be a link to another disk."""
+    try:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be cleared ({error.strerror}): change its permissions, or remove it yourself"
+        ) from error
+
+
 def _about(folder: Path, keeps: str) -> dict[str, Any]:
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    sizes = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another process removed it
+            if path.is_file():
+                sizes.append(path.stat().st_size)
     return {"kind": folder.name, "keeps": keeps, "files": len(sizes), "bytes": sum(sizes)}

@@ -92,7 +92,8 @@ class _Notes(logging.Handler):
     """Prints what takes a while once a machine, such as the header of a GGUF file."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        output.note(record.getMessage())
+        if not logging.getLogger().handlers:  # a server has its own form
+            output.note(record.getMessage())
 
 
 def main() -> None:

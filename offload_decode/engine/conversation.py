@@ -218,7 +218,8 @@ class Conversation:
             return shares
 
         way = type(self.selector).__qualname__, self.selector.options
-        of = (PLAIN_QUESTION, PLAIN_TOKENS, self.store.store_digest, self.loaded.model_id, *way)
+        model = self.loaded.weights_hash, self.loaded.weights, self.loaded.dtype
+        of = (PLAIN_QUESTION, PLAIN_TOKENS, self.store.store_digest, *model, *way)
         return cached(of, ask, lambda shares: list(shares.items()), parse)
 
     def pieces(self, generated: Iterable[int]) -> Iterator[str]:

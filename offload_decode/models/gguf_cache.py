@@ -10,18 +10,22 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload_decode.common.errors import ModelError
 from offload_decode.hf.compat import class_of, text_of
 from offload_decode.hf.meta_device import Unfilled
+from offload_decode.hf.positions import rope_parameters
 from offload_decode.indexes.verified import cache_folder, identity, settled
 from offload_decode.models.fingerprints import tokenizer_hash
 from offload_decode.models.gguf import Header, StoredTensor, read_header
@@ -29,10 +33,20 @@ from offload_decode.models.gguf import Header, StoredTensor, read_header
 LOG = logging.getLogger(__name__)
 KEPT = 16
 """Most files whose headers are kept, of up to 15 MB each; the least recently used go first."""
+_FREQUENCIES = "rope_freqs.weight"
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+TABLE = "token_embd.weight"
+"""The table of embeddings."""
 # How llama.cpp's converter changes weights of these architectures; others are widened by transformers.
 PERMUTED, NORMS_WITH_ONE = ("llama",), ("gemma2", "gemma3")
 ARCHITECTURES = (*PERMUTED, *NORMS_WITH_ONE, "qwen2", "qwen3")
-_FORM = 1
+_FORM = 2
+_LEFT_S = 3600.0
 _CONFIG, _TOKENIZER, _RECORD = "config.json", "tokenizer.json", "gguf.json"
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ENDS_OF_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -103,17 +117,27 @@ def converted(path: Path) -> Converted:
     seen = identity(path)
     if seen is None:
         raise ModelError(f"{path} cannot be read: give another file")
-    versions = [version("transformers"), version("tokenizers"), _FORM]
+    versions = [*map(version, ("transformers", "tokenizers", "gguf")), _FORM]
     name = hashlib.sha256(json.dumps([versions, seen]).encode()).hexdigest()
-    if name in _known:
-        return _known[name]
+    known = _known.pop(name, None)
+    if known is not None and _whole(known.folder):  # nobody has cleared the cache
+        return _known.setdefault(name, known)
     folder = headers_folder() / name
-    if (folder / _RECORD).is_file():
+    if _whole(folder):
         with suppress(OSError):  # a read-only cache
             os.utime(folder)
     elif not settled(seen) or not _kept(path, folder):
         return _known.setdefault(name, _passing(path))
     return _known.setdefault(name, Converted(folder))
+
+
+def _whole(folder: Path) -> bool:
+    """Whether all of it is there: not where it was removed in part, or a crash left empty files."""
+    try:
+        sizes = json.loads((folder / _RECORD).read_text(encoding="utf-8"))["sizes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def headers_folder() -> Path:
@@ -127,10 +151,12 @@ def _kept(path: Path, folder: Path) -> bool:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _beside(folder) as made:
             _convert(path, made)
+            if not _whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # another process was faster
                 made.rename(folder)
         _forget(folder.parent)
-        return (folder / _RECORD).is_file()
+        return _whole(folder)
     except OSError as error:
         LOG.info("%s is not kept: %s", path.name, error)
         return False
@@ -156,10 +182,14 @@ def _passing(path: Path) -> Converted:
 
 
 def _forget(parent: Path) -> None:
-    found = sorted(
-        (own for own in parent.iterdir() if own.name[0] != "."), key=lambda own: own.stat().st_mtime
-    )
-    for oldest in found[:-KEPT]:
+    """Remove the folders used longest ago, and what killed conversions left."""
+    found: list[tuple[float, Path]] = []
+    left: list[tuple[float, Path]] = []
+    for own in parent.iterdir():
+        with suppress(OSError):  # another process removed it
+            (left if own.name[0] == "." else found).append((own.stat().st_mtime, own))
+    old = [own for seen, own in left if seen < time.time() - _LEFT_S]
+    for oldest in [*old, *(own for _, own in sorted(found)[:-KEPT])]:
         shutil.rmtree(oldest, ignore_errors=True)
 
 
@@ -171,6 +201,13 @@ def _convert(path: Path, folder: Path) -> None:
     given = {"pretrained_model_name_or_path": str(path.absolute().parent), "gguf_file": path.name}
     config = AutoConfig.from_pretrained(**given)
     tokenizer = AutoTokenizer.from_pretrained(**given, trust_remote_code=False)
+    text, architecture = text_of(config), header.fields["general.architecture"]
+    names = _names(header, text)
+    if architecture in ARCHITECTURES:
+        _check_all(path, header, names)
+        _state_scaling(config, header.fields, architecture)
+        if _FREQUENCIES in header.tensors:
+            _state_frequencies(config, path, header.tensors[_FREQUENCIES])
     config.to_json_file(folder / _CONFIG)
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     arguments = {name: getattr(tokenizer, name) for name in _SIDES if hasattr(tokenizer, name)}
@@ -180,14 +217,64 @@ def _convert(path: Path, folder: Path) -> None:
     special = tokenizer.added_tokens_decoder.items()
     ends |= {number for number, token in special if token.special and str(token) in _ENDS_OF_TEXTS}
     record = {
-        "architecture": header.fields["general.architecture"],
-        "names": _names(header, text_of(config)),
+        "architecture": architecture,
+        "names": names,
+        "sizes": {name: (folder / name).stat().st_size for name in (_CONFIG, _TOKENIZER)},
         "ends": sorted(ends),
         "tensors": header.tensors,
         "tokenizer": arguments,
         "tokenizer_hash": tokenizer_hash(tokenizer),
     }
     (folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _check_all(path: Path, header: Header, names: dict[str, str]) -> None:
+    """`ModelError` for tensors that transformers knows nothing of: they would be left out without a word."""
+    if unknown := sorted(header.tensors.keys() - {*names.values(), _FREQUENCIES}):
+        raise ModelError(
+            f"{path} holds {len(unknown)} tensors that transformers does not read, {unknown[0]} among them, "
+            "and its numbers would be others without: give the checkpoint with safetensors"
+        )
+
+
+def _state_scaling(config: Any, fields: dict[str, Any], architecture: str) -> None:
+    """The scaling of RoPE that a header states, where transformers has left it out."""
+    kind = fields.get(f"{architecture}.rope.scaling.type", "none")
+    if kind == "none":
+        return
+    factor = fields.get(f"{architecture}.rope.scaling.factor")
+    length = fields.get(f"{architecture}.rope.scaling.original_context_length")
+    if kind not in ("linear", "yarn") or not isinstance(factor, float | int):
+        raise ModelError(f"its RoPE is scaled by '{kind!s:.40}': give the checkpoint with safetensors")
+    held = rope_parameters(config)
+    own = held.get("full_attention", held)
+    if own.get("rope_type", "default") == "default":
+        stated = {"original_max_position_embeddings": length} if isinstance(length, int) else {}
+        own |= {"rope_type": kind, "factor": float(factor), **stated}
+        config.rope_parameters = {**held, "full_attention": own} if "full_attention" in held else own
+
+
+def _state_frequencies(config: Any, path: Path, tensor: StoredTensor) -> None:
+    """Llama 3's scaling, of which a file holds what each frequency is divided by: with the parameters of its
+    makers and the largest of the divisors as factor, transformers must come to the same.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    held = rope_parameters(config)
+    count = int(np.prod(tensor.shape, dtype=np.int64))
+    plain = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+    if tensor.kind == 0 and count == plain:
+        divisors = np.fromfile(path, np.float32, count, offset=tensor.start)
+        stated = {**held, **_LLAMA_3, "factor": float(divisors.max(initial=1.0))}
+        scaled, own = deepcopy(config), 1.0 / float(held["rope_theta"]) ** (np.arange(count) / count)
+        scaled.rope_parameters = stated
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
+        if np.allclose(own / frequencies.numpy(), divisors, rtol=1e-3):
+            config.rope_parameters = stated
+            return
+    raise ModelError(
+        f"{path} scales its RoPE in a way of its own ({_FREQUENCIES}): give the checkpoint with safetensors"
+    )
 
 
 def _names(header: Header, config: Any) -> dict[str, str]:

@@ -18,7 +18,7 @@ from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
 from offload_decode.common.rows.ggml_products import multiply_many
 from offload_decode.hf.compat import class_of
 from offload_decode.models.gguf import StoredTensor
-from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, Converted
+from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, TABLE, Converted
 from offload_decode.models.quantization import hushed
 
 Blocks = npt.NDArray[np.uint8]
@@ -56,7 +56,9 @@ class BlockLinear(nn.Module):
         known, self._known = self._known, None
         if known is not None and known[0] is input:
             return known[1]
-        found = multiply_many(rows.float().numpy(), [(one.blocks, one.kind) for one in self.together])
+        found = multiply_many(
+            rows.float().contiguous().numpy(), [(one.blocks, one.kind) for one in self.together]
+        )
         products = [torch.from_numpy(own) for own in found]
         for one, product in zip(self.together, products, strict=True):
             one._known = None if one is self else (input, product)
@@ -86,7 +88,10 @@ class BlockEmbedding(nn.Embedding):
     kind: int
 
     def forward(self, input: Tensor) -> Tensor:
-        found = np.ascontiguousarray(self.blocks[input.reshape(-1).numpy()])
+        ids = input.reshape(-1).numpy()
+        if ids.size and ids.min() < 0:
+            raise IndexError("token ids are not negative")
+        found = np.ascontiguousarray(self.blocks[ids])
         out = torch.empty(len(found), self.embedding_dim)
         unpack(found, self.kind, _numbers(out))
         return out.to(self.weight.dtype).reshape(*input.shape, self.embedding_dim)
@@ -111,7 +116,10 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
         _join(self)
 
     given: Any = type(kind.__name__, (kind,), {"__init__": with_blocks, "__module__": kind.__module__})
-    tied, config.tie_word_embeddings = config.tie_word_embeddings, False  # two views of the same blocks
+    tied = config.tie_word_embeddings
+    table = converted.tensors.get(TABLE)
+    if table is not None and table.kind in FORMATS:
+        config.tie_word_embeddings = False  # the output layer multiplies by the same blocks
     with hushed():
         model, report = given.from_pretrained(
             None, config=config, state_dict=file.whole(dtype), dtype=dtype, output_loading_info=True
@@ -123,7 +131,7 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
         )
     model.__class__ = kind
     model.config.tie_word_embeddings = tied
-    return model
+    return model.requires_grad_(False)
 
 
 _TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -72,6 +72,13 @@ class LoadedModel:
     scaled: str = ""
 
     @property
+    def configured_ends(self) -> frozenset[int]:
+        """The tokens by which `model.generate` ends: of the generation config, else of the config."""
+        stated = (one.eos_token_id for one in (self.model.generation_config, self.model.config))
+        found = next((one for one in stated if one is not None), ())
+        return frozenset([found] if isinstance(found, int) else found)
+
+    @property
     def ends(self) -> frozenset[int]:
         """Tokens that end an answer: those of the generation config, the config and the tokenizer, the
         `stated_ends` of a GGUF file, and that by which the chat template closes an answer.
@@ -79,7 +86,8 @@ class LoadedModel:
         holders = self.model.generation_config, self.model.config, self.tokenizer
         stated = [getattr(one, "eos_token_id", None) for one in holders]
         lists = [[one] if isinstance(one, int) else one for one in stated if one is not None]
-        return frozenset([*chain(*lists), *self.stated_ends, *self._closing])
+        ends = frozenset([*chain(*lists), *self.stated_ends, *self._closing])
+        return frozenset(end for end in ends if end >= 0)  # some state -1 for none
 
     @cached_property
     def _closing(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The size estimate of a model without its weights: read from its config, counted on torch's meta device."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, replace
@@ -187,7 +188,14 @@ def _of_file(found: Outline, source: Path) -> Outline:
     """Of a GGUF file, whose blocks are mapped as they are where its architecture is known."""
     if source.suffix != SUFFIX:
         return found
-    packed = source.stat().st_size if converted(source).architecture in ARCHITECTURES else 0
+    from offload_decode.common.rows.ggml_blocks import FORMATS
+
+    kept, packed = converted(source), 0
+    if kept.architecture in ARCHITECTURES:
+        for kind, shape, _ in kept.tensors.values():
+            form = FORMATS.get(kind) if len(shape) == 2 else None
+            numbers = math.prod(shape)
+            packed += 2 * numbers if form is None else numbers // form.weights * form.bytes
     return replace(found, format=GGUF, dtype="bfloat16", packed=packed)
 
 

@@ -189,7 +189,7 @@ class LoadedModels:
         named, weights = config.model or entry.model_id, config.weights_after(entry.weights)
         if entry.path is None:  # a bare model answers in the dtype in which it is there
             for key in reversed(self._models):
-                if (key.model_id, key.weights) == (named, weights):
+                if (key.model_id, key.weights, key.scaled) == (named, weights, entry.scaled):
                     return key
         return ModelKey(named, entry.dtype, weights, entry.scaled)
 

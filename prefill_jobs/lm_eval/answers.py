@@ -184,7 +184,8 @@ class _Written:
 
     def __post_init__(self) -> None:
         own, request = self.conversation, self.request
-        limits = own.end_tokens, request.most, request.options
+        self._ends = own.loaded.configured_ends  # as the model that this one stands for
+        limits = self._ends, request.most, request.options
         self._processors = Processors(own.loaded.model, own.tokenizer, request.context.tolist(), *limits)
         # How many last tokens may spell a stop string, which may begin and end within a token.
         lengths = (len(own.tokenizer.encode(stop, add_special_tokens=False)) for stop in request.stops)
@@ -195,7 +196,7 @@ class _Written:
         changed = self._processors(logits)
         sampled = self._processors.samples
         token = int(torch.multinomial(changed.softmax(-1), 1) if sampled else changed.argmax(-1))
-        if token in self.conversation.end_tokens:
+        if token in self._ends:
             return False
         self.tokens.append(token)
         if self._processors.append(token) or len(self.tokens) == self.request.most:

@@ -143,8 +143,12 @@ def _by_transformers(folder: Path, asked: Any, **how: Any) -> Path:
     return saved(AutoModelForCausalLM.from_pretrained(source, quantization_config=asked, **how), folder)
 
 
-def gguf(folder: Path, architecture: str = "llama", form: str = "Q8_0", **more: Any) -> Path:
-    """A file in one form with its tokenizer; the vocabulary has two merges, without which there is none."""
+def gguf(
+    folder: Path, architecture: str = "llama", form: str = "Q8_0", whole_table: bool = False, **more: Any
+) -> Path:
+    """A file in one form with its tokenizer; the vocabulary has two merges, without which there is none.
+    `more`: further fields, and `tensors`.
+    """
     from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
     merges = ["a b", "c d"]
@@ -166,14 +170,17 @@ def gguf(folder: Path, architecture: str = "llama", form: str = "Q8_0", **more: 
     stated |= {"token_list": vocabulary, "token_types": [3] * 3 + [1] * (len(vocabulary) - 3)}
     if "gemma" in architecture:
         stated["sliding_window"] = 16
+    tensors = more.pop("tensors", {})
     for field, value in (stated | more).items():
-        getattr(file, f"add_{field}")(value)
+        getattr(file, f"add_{field}")(*(value if isinstance(value, tuple) else (value,)))
+    for name, array in tensors.items():
+        file.add_tensor(name, array)
     for name, weight in model.state_dict().items():
         array = _as_gguf(name, weight, architecture)
         stem, _, suffix = name.rpartition(".")
         if names.get_name(stem) is None:  # the output layer of those that share the table
             continue
-        if array.ndim == 2:
+        if array.ndim == 2 and not (whole_table and "embed" in name):
             file.add_tensor(f"{names.get_name(stem)}.{suffix}", quants.quantize(array, kind), raw_dtype=kind)
         else:
             file.add_tensor(f"{names.get_name(stem)}.{suffix}", array)

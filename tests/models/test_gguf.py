@@ -44,7 +44,7 @@ def test_a_folder_of_one_file_is_that_file(whole: Path) -> None:
     assert by_folder.shape == by_name.shape
     assert by_name.format == "gguf"
     assert by_name.dtype == "bfloat16"
-    assert by_name.packed == whole.stat().st_size
+    assert 0.8 < by_name.packed / whole.stat().st_size <= 1
     assert (by_name.runs_packed(on_gpu=False), by_name.runs_packed(on_gpu=True)) == (True, False)
 
 

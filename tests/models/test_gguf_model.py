@@ -17,6 +17,7 @@ from offload_decode.models.fingerprints import config_hash, tokenizer_hash
 from offload_decode.models.gguf_cache import ARCHITECTURES, converted, headers_folder
 from offload_decode.models.gguf_model import FEW_ROWS, BlockEmbedding, BlockLinear
 from offload_decode.models.loading import load
+from offload_decode.models.size_estimate import outline
 from tests.models import few_bits
 
 pytest.importorskip("gguf")
@@ -134,3 +135,82 @@ def test_a_file_whose_tensors_lie_beyond_its_end_is_refused(
     gguf_cache._known.clear()
     with pytest.raises(ModelError, match="cut off"):
         load(str(file), "cpu")
+
+
+@pytest.mark.parametrize(("name", "form", "whole"), [("gemma2", "F16", False), ("gemma2", "Q8_0", True)])
+def test_an_output_that_shares_a_table_without_blocks_stays_with_it(
+    tmp_path: Path, name: str, form: str, whole: bool
+) -> None:
+    file = few_bits.gguf(tmp_path / "made", name, form, whole_table=whole)
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    ours = load(str(file), "cpu", "float32").model
+    assert (logits(ours, 40) - logits(theirs, 40)).abs().max() < 1e-4
+    assert ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
+
+
+def test_a_view_of_several_rows_is_multiplied_too(made: Any) -> None:
+    loaded = load(str(made("llama")), "cpu", "float32")
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    together = loaded.model(input_ids=ids, logits_to_keep=1).logits  # gradients are off in such a model
+    apart = torch.cat([loaded.model(input_ids=row[None], logits_to_keep=1).logits for row in ids])
+    assert (together - apart).abs().max() < 1e-4
+    with pytest.raises(IndexError):
+        loaded.model(input_ids=-ids)
+
+
+def test_tensors_that_nobody_reads_are_refused(tmp_path: Path) -> None:
+    file = few_bits.gguf(tmp_path / "made", tensors={"blk.0.attn_q.bias": np.ones(64, np.float32)})
+    with pytest.raises(
+        ModelError, match=r"holds 1 tensors that transformers does not read, blk.0.attn_q.bias"
+    ):
+        load(str(file), "cpu")
+
+
+def test_scaling_that_a_header_states_is_done(tmp_path: Path) -> None:
+    from gguf import RopeScalingType
+
+    told = {"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0}
+    file = few_bits.gguf(tmp_path / "yarn", "qwen2", **told, rope_scaling_orig_ctx_len=1024)
+    rope = load(str(file), "cpu").rope
+    assert (rope["rope_type"], rope["factor"]) == ("yarn", 4.0)
+    assert rope["original_max_position_embeddings"] == 1024
+    odd = few_bits.gguf(tmp_path / "odd", "qwen2", rope_scaling_type=RopeScalingType.LONGROPE)
+    with pytest.raises(ModelError, match="its RoPE is scaled by 'longrope'"):
+        load(str(odd), "cpu")
+
+
+def test_llama_3_is_known_by_its_frequencies(tmp_path: Path) -> None:
+    """By the formula of its makers: long waves are divided by the factor, short ones are not."""
+    waves = 2 * np.pi * 500000.0 ** (np.arange(8) / 8)
+    smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
+    divisors = (1 / (smooth + (1 - smooth) / 8)).astype(np.float32)
+    file = few_bits.gguf(tmp_path / "a", tensors={"rope_freqs.weight": divisors}, rope_freq_base=5e5)
+    rope = load(str(file), "cpu").rope
+    assert (rope["rope_type"], rope["factor"], rope["high_freq_factor"]) == ("llama3", 8.0, 4.0)
+    divisors[0] = 2  # a short wave
+    odd = few_bits.gguf(tmp_path / "b", tensors={"rope_freqs.weight": divisors}, rope_freq_base=5e5)
+    with pytest.raises(ModelError, match="scales its RoPE in a way of its own"):
+        load(str(odd), "cpu")
+
+
+@pytest.mark.parametrize("damage", ["gguf.json", "tokenizer.json", "config.json"])
+def test_what_was_kept_in_part_is_made_again(
+    made: Any, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    file, asked = made("llama"), []
+    convert = gguf_cache._convert
+    monkeypatch.setattr(gguf_cache, "_convert", lambda *given: asked.append(given) or convert(*given))
+    folder = converted(file).folder
+    (folder / damage).write_text("")
+    for _ in range(2):
+        monkeypatch.setattr(gguf_cache, "_known", {})
+        assert load(str(file), "cpu").tokenizer.encode("ab")
+    assert len(asked) == 2
+    shutil.rmtree(folder)  # somebody clears the cache beside this process
+    assert load(str(file), "cpu").tokenizer.encode("ab")
+    assert len(asked) == 3
+
+
+def test_a_file_without_known_blocks_is_planned_unpacked(tmp_path: Path) -> None:
+    file = few_bits.gguf(tmp_path / "made", form="BF16")
+    assert outline(str(file)).packed == 2 * outline(str(file)).parameters

@@ -106,6 +106,14 @@ def test_models_take_turns(serve, shelf, tmp_path):
     assert ask_patiently(service, "book").error is None
 
 
+def test_a_bare_model_is_none_whose_positions_are_scaled(serve):
+    service = serve(max_models=2)
+    entry = service.catalog.entry("book")
+    assert service.loaded_models.model(replace(entry, scaled="yarn:2")).scaled == "yarn:2"
+    key = service.loaded_models._model_key(replace(entry, path=None))
+    assert key.scaled == ""
+
+
 def test_a_model_whose_request_never_comes_back_makes_way(serve, monkeypatch):
     monkeypatch.setattr(loaded_models, "RETURN_S", 0.2)
     service = serve()

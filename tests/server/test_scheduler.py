@@ -170,6 +170,22 @@ def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
     assert ask(service).all().error is None
 
 
+def test_an_answer_that_has_ended_is_kept_by_nobody(service, monkeypatch):
+    """Who asked holds the ticket, and the request tells who asked: without a collector both would stay."""
+    made, begin = [], RunningRequest.__init__
+    monkeypatch.setattr(
+        RunningRequest, "__init__", lambda own, *given: made.append(weakref.ref(own)) or begin(own, *given)
+    )
+    assert ask(service).all().error is None  # whatever is set up once
+    gc.collect()
+    gc.disable()
+    try:
+        assert ask(service).all().error is None
+        until(lambda: made[-1]() is None)
+    finally:
+        gc.enable()
+
+
 def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
     class Leaving(Listener):
         def __call__(self, event):

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offload_decode.server.http.app import guard
 from offload_decode.server.http.errors import add_handlers, refused
 from offload_decode.server.http.security import Access
-from offload_decode.server.http.streaming import while_connected
+from offload_decode.server.http.streaming import disconnected
 from offload_decode.server.metrics import log_fields
 from offload_decode.server.requests import Busy
 
@@ -64,7 +64,16 @@ class Front:
         name = await _name(scope, body)
         log_fields()["model"] = name
         begun = PendingResponse(wire, receive, send)
-        await while_connected(receive, self._answer(name, wire, body, begun))
+        answering = asyncio.create_task(self._answer(name, wire, body, begun))
+        leaving = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
 
     async def _answer(self, name: str, wire: Mapping[str, Any], body: bytes, begun: PendingResponse) -> None:
         once = wire["path"].startswith(_KEPT) and wire["method"] != "GET"  # it may have been done

@@ -3,10 +3,10 @@ as a whole or as server-sent events to the client, until it has them all or hang
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 from anyio.to_thread import run_sync
@@ -58,7 +58,7 @@ class Events:
     """The events of one or several requests that one HTTP request begins."""
 
     def __init__(self, starts: Sequence[Start]) -> None:
-        self._starts = starts
+        self._starts: Sequence[Start] = starts
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[PartEvent] = asyncio.Queue()
         self._first: list[PartEvent] = []
@@ -68,7 +68,8 @@ class Events:
 
     def begin(self) -> None:
         """Hand the requests to the scheduler, from a worker thread. Raises what one of them raises."""
-        for part, start in enumerate(self._starts):
+        starts, self._starts = self._starts, ()  # which hold what was asked
+        for part, start in enumerate(starts):
             self._tickets.append(start(partial(self._emit, part)))
             if self._cancelled:  # `cancel` may have read the list before
                 self._tickets[-1].cancel()
@@ -115,23 +116,10 @@ class Events:
         return None
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Work until it is done, or (then False) until the client hangs up. Raises what the work raises."""
-
-    async def hung_up() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.create_task(work), asyncio.create_task(hung_up())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if done := working.done():
-            working.result()
-        return done
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def respond(request: Request, starts: Sequence[Start], reply: Reply, stream: bool) -> Response:
@@ -140,17 +128,25 @@ async def respond(request: Request, starts: Sequence[Start], reply: Reply, strea
     """
     events, done = Events(starts), False
 
-    async def work() -> None:
-        await run_sync(events.begin)
-        if stream:
-            await events.first(QUIET_S)
-        else:
-            async for event in events.each():
-                if event is not None:
-                    reply.collect(*event)
+    async def watch() -> None:
+        await disconnected(request.receive)
+        group.cancel_scope.cancel()
 
     try:
-        done = await while_connected(request.receive, work())
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            # A thread that begins is waited for, though the client has left: their number is limited.
+            await run_sync(events.begin)
+            if stream:
+                await events.first(QUIET_S)
+            else:
+                async for event in events.each():
+                    if event is not None:
+                        reply.collect(*event)
+            done = True
+            group.cancel_scope.cancel()
+    except ExceptionGroup as raised:  # anyio wraps even a single one
+        raise raised.exceptions[0] from None
     finally:
         if not done:
             events.cancel()
