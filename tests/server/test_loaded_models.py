@@ -109,7 +109,8 @@ def test_models_take_turns(serve, shelf, tmp_path):
 def test_a_bare_model_is_none_whose_positions_are_scaled(serve):
     service = serve(max_models=2)
     entry = service.catalog.entry("book")
-    assert service.loaded_models.model(replace(entry, scaled="yarn:2")).scaled == "yarn:2"
+    scaled = service.loaded_models.preload(replace(entry, scaled="yarn:2")).result(timeout=120)
+    assert scaled.scaled == "yarn:2"
     key = service.loaded_models._model_key(replace(entry, path=None))
     assert key.scaled == ""
 
