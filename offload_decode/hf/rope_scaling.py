@@ -34,10 +34,8 @@ def scale_rope(config: Any, rope: str) -> None:
     `ConfigError` where `rope` is none, or the model has no RoPE, or scales it already.
     """
     kind, factor = parse_rope(rope)
-    held = rope_parameters(config)
-    by_layer = any(isinstance(one, dict) for one in held.values())
-    own = held.get("full_attention") if by_layer else held
-    if not own or "rope_theta" not in own:
+    own = scalable(config)
+    if "rope_theta" not in own:
         raise ConfigError(
             "this model's positions are not those of RoPE, or not scaled by it: leave --rope out"
         )
@@ -45,5 +43,17 @@ def scale_rope(config: Any, rope: str) -> None:
         raise ConfigError(f"this model scales its RoPE already ({there}): leave --rope out")
     length = config.max_position_embeddings
     trained = {"original_max_position_embeddings": length} if kind == "yarn" else {}
-    scaled = {**own, "rope_type": kind, "factor": factor, **trained}
-    config.rope_parameters = {**held, "full_attention": scaled} if by_layer else scaled
+    state_rope(config, rope_type=kind, factor=factor, **trained)
+
+
+def scalable(config: Any) -> dict[str, Any]:
+    """The RoPE parameters of a text config's layers that see everything."""
+    held = rope_parameters(config)
+    by_layer = any(isinstance(one, dict) for one in held.values())
+    return dict(held.get("full_attention") or {}) if by_layer else held
+
+
+def state_rope(config: Any, **stated: Any) -> None:
+    """Change some parameters of these layers in the config."""
+    held, changed = rope_parameters(config), {**scalable(config), **stated}
+    config.rope_parameters = {**held, "full_attention": changed} if "full_attention" in held else changed

@@ -25,7 +25,7 @@ import torch
 from offload_decode.common.errors import ModelError
 from offload_decode.hf.compat import class_of, text_of
 from offload_decode.hf.meta_device import Unfilled
-from offload_decode.hf.positions import rope_parameters
+from offload_decode.hf.rope_scaling import scalable, state_rope
 from offload_decode.indexes.verified import cache_folder, identity, settled
 from offload_decode.models.fingerprints import tokenizer_hash
 from offload_decode.models.gguf import Header, StoredTensor, read_header
@@ -119,16 +119,13 @@ def converted(path: Path) -> Converted:
         raise ModelError(f"{path} cannot be read: give another file")
     versions = [*map(version, ("transformers", "tokenizers", "gguf")), _FORM]
     name = hashlib.sha256(json.dumps([versions, seen]).encode()).hexdigest()
-    known = _known.pop(name, None)
-    if known is not None and _whole(known.folder):  # nobody has cleared the cache
-        return _known.setdefault(name, known)
-    folder = headers_folder() / name
-    if _whole(folder):
-        with suppress(OSError):  # a read-only cache
-            os.utime(folder)
-    elif not settled(seen) or not _kept(path, folder):
-        return _known.setdefault(name, _passing(path))
-    return _known.setdefault(name, Converted(folder))
+    if name not in _known or not _whole(_known[name].folder):  # where somebody has cleared the cache
+        folder = headers_folder() / name
+        kept = _whole(folder) or (settled(seen) and _kept(path, folder))
+        _known[name] = Converted(folder if kept else _passing(path))
+    with suppress(OSError):  # a read-only cache
+        os.utime(_known[name].folder)
+    return _known[name]
 
 
 def _whole(folder: Path) -> bool:
@@ -174,11 +171,11 @@ def _beside(folder: Path) -> Iterator[Path]:
 _temporary: list[tempfile.TemporaryDirectory[str]] = []  # each removed as the process ends
 
 
-def _passing(path: Path) -> Converted:
+def _passing(path: Path) -> Path:
     _temporary.append(tempfile.TemporaryDirectory(prefix="offload-decode-"))
     folder = Path(_temporary[-1].name)
     _convert(path, folder)
-    return Converted(folder)
+    return folder
 
 
 def _forget(parent: Path) -> None:
@@ -246,12 +243,9 @@ def _state_scaling(config: Any, fields: dict[str, Any], architecture: str) -> No
     length = fields.get(f"{architecture}.rope.scaling.original_context_length")
     if kind not in ("linear", "yarn") or not isinstance(factor, float | int):
         raise ModelError(f"its RoPE is scaled by '{kind!s:.40}': give the checkpoint with safetensors")
-    held = rope_parameters(config)
-    own = held.get("full_attention", held)
-    if own.get("rope_type", "default") == "default":
+    if scalable(config).get("rope_type", "default") == "default":
         stated = {"original_max_position_embeddings": length} if isinstance(length, int) else {}
-        own |= {"rope_type": kind, "factor": float(factor), **stated}
-        config.rope_parameters = {**held, "full_attention": own} if "full_attention" in held else own
+        state_rope(config, rope_type=kind, factor=float(factor), **stated)
 
 
 def _state_frequencies(config: Any, path: Path, tensor: StoredTensor) -> None:
@@ -260,17 +254,15 @@ def _state_frequencies(config: Any, path: Path, tensor: StoredTensor) -> None:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    held = rope_parameters(config)
     count = int(np.prod(tensor.shape, dtype=np.int64))
     plain = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
     if tensor.kind == 0 and count == plain:
         divisors = np.fromfile(path, np.float32, count, offset=tensor.start)
-        stated = {**held, **_LLAMA_3, "factor": float(divisors.max(initial=1.0))}
-        scaled, own = deepcopy(config), 1.0 / float(held["rope_theta"]) ** (np.arange(count) / count)
-        scaled.rope_parameters = stated
+        scaled, base = deepcopy(config), float(scalable(config)["rope_theta"])
+        state_rope(scaled, **_LLAMA_3, factor=float(divisors.max(initial=1.0)))
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
-        if np.allclose(own / frequencies.numpy(), divisors, rtol=1e-3):
-            config.rope_parameters = stated
+        if np.allclose(base ** (-np.arange(count) / count) / frequencies.numpy(), divisors, rtol=1e-3):
+            config.rope_parameters = scaled.rope_parameters
             return
     raise ModelError(
         f"{path} scales its RoPE in a way of its own ({_FREQUENCIES}): give the checkpoint with safetensors"

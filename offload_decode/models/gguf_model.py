@@ -26,7 +26,8 @@ Blocks = npt.NDArray[np.uint8]
 FEW_ROWS = 16
 """Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles."""
 _TILE = 8 << 20  # bytes of an unpacked tile: what stays in the cache of a processor, or nearly
-_BF16 = ("avx512bf16", "amx-bf16", "bf16")  # instructions by which products of bfloat16 are the fastest
+# Whether products of bfloat16 are the fastest: asked for once, as LLVM lists all that a processor has.
+_IN_BF16 = not features().isdisjoint(("avx512bf16", "amx-bf16", "bf16"))
 
 
 class BlockLinear(nn.Module):
@@ -65,11 +66,7 @@ class BlockLinear(nn.Module):
         return products[self.together.index(self)]
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
-        dtype = (
-            torch.bfloat16
-            if rows.dtype is torch.bfloat16 and not features().isdisjoint(_BF16)
-            else torch.float32
-        )
+        dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
         rows = rows.to(dtype)
         step = max(1, _TILE // (self.in_features * dtype.itemsize))
         tile = torch.empty(min(step, self.out_features), self.in_features, dtype=dtype)
@@ -115,13 +112,13 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
         _put_blocks(self, file, dtype)
         _join(self)
 
-    given: Any = type(kind.__name__, (kind,), {"__init__": with_blocks, "__module__": kind.__module__})
+    made: Any = type(kind.__name__, (kind,), {"__init__": with_blocks, "__module__": kind.__module__})
     tied = config.tie_word_embeddings
     table = converted.tensors.get(TABLE)
     if table is not None and table.kind in FORMATS:
         config.tie_word_embeddings = False  # the output layer multiplies by the same blocks
     with hushed():
-        model, report = given.from_pretrained(
+        model, report = made.from_pretrained(
             None, config=config, state_dict=file.whole(dtype), dtype=dtype, output_loading_info=True
         )
     if missing := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):

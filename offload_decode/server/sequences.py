@@ -104,6 +104,7 @@ class RunningSequence:
     picker: Picker
     text: Text
     most: int
+    ends: frozenset[int]
     tokens: int = 0
     token: int = -1
     finish: Literal["stop", "length"] | None = None
@@ -238,11 +239,10 @@ class RunningRequest:
         for index, conversation in enumerate([first, *(first.fork() for _ in range(request.n - 1))]):
             if index and self._cites:
                 self._see(conversation)
-            picker = Picker(
-                loaded, conversation.tokens, conversation.end_tokens, request.generation, most, index
-            )
+            ends = conversation.end_tokens
+            picker = Picker(loaded, conversation.tokens, ends, request.generation, most, index)
             text = Text(loaded.known_tokenizer, self._stops, request.raw, request.shown)
-            one = RunningSequence(index, conversation, picker, text, most)
+            one = RunningSequence(index, conversation, picker, text, most, ends)
             self.sequences.append(one)
             self._take(one, logits)
 
@@ -256,7 +256,7 @@ class RunningRequest:
     def _take(self, one: RunningSequence, logits: Tensor) -> None:
         """Pick the next token of an answer, and send it."""
         picked = one.picker.pick(logits)
-        if picked.token in one.conversation.end_tokens and not self.request.generation.ignore_end:
+        if picked.token in one.ends and not self.request.generation.ignore_end:
             if self.request.raw and self.request.generation.top_logprobs is not None:
                 self.emit(Delta(one.index, "", (picked,)))  # whoever scores a text counts on a token after it
             self._end(one, "stop")
