@@ -17,7 +17,6 @@ from offload_decode.hf.compat import device_room
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.hf.rope_scaling import parse_rope
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.prompt import prompt_for
 from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
@@ -201,7 +200,7 @@ def prepare(
     loaded: LoadedModel, texts: Sequence[TextDocument], settings: Settings, skipped: tuple[Skipped, ...]
 ) -> Work:
     """Tokenize documents. Raises `ConfigError` for settings that the model cannot be prefilled with."""
-    prompt = prompt_for(loaded.tokenizer)
+    prompt = loaded.prompt
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
         tokens, documents = encode_corpus(loaded.tokenizer, prompt, texts)

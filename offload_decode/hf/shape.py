@@ -24,7 +24,7 @@ from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
 _FORM = 1
 """Version of a cached shape."""
-_LONG_S = 0.5  # shapes that took longer are cached between runs
+_LONG_S = 0.1  # shapes that took longer are cached between runs
 _NAME = "offload_decode_observed"
 
 _OWN_CODE = (

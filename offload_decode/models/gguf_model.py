@@ -17,6 +17,7 @@ from offload_decode.common.rows.compiled import features
 from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
 from offload_decode.common.rows.ggml_products import multiply_many
 from offload_decode.hf.compat import class_of
+from offload_decode.hf.meta_device import Unfilled
 from offload_decode.models.gguf import StoredTensor
 from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, TABLE, Converted
 from offload_decode.models.quantization import hushed
@@ -108,7 +109,8 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
     kind = class_of(config)
 
     def with_blocks(self: Any, *given: Any, **named: Any) -> None:
-        kind.__init__(self, *given, **named)
+        with Unfilled(), torch.device("meta"):
+            kind.__init__(self, *given, **named)
         _put_blocks(self, file, dtype)
         _join(self)
 

@@ -99,7 +99,7 @@ class LoadedModel:
     @cached_property
     def prompt(self) -> Prompt:
         """How questions are put after the corpus; raises `ModelError` without a tokenizer."""
-        return prompt_for(self.known_tokenizer)
+        return prompt_for(self.known_tokenizer, self.tokenizer_hash)
 
     @cached_property
     def packs(self) -> bool:

@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from offload_decode.common.errors import ModelError
 from offload_decode.common.memory import is_out_of_memory
+from offload_decode.hf.user_cache import cached
 
 LONGEST_TEMPLATE = 1 << 20
 """Characters of a chat template: those of models have some tens of thousands at most."""
@@ -196,6 +198,10 @@ class Join(NamedTuple):
     stored: bool
 
 
+# Many put full stop and line breaks in one token, some whatever is not a space.
+_JOINS = (Join("\n\n", stored=False), Join("\n\n", stored=True), Join(" \n\n", stored=False))
+
+
 @dataclass(frozen=True)
 class Prompt:
     """`opening before document gap document gap ask question after answer turn question again answer …`.
@@ -266,9 +272,12 @@ def next_turn(tokenizer: Any) -> str:
     return "" if getattr(tokenizer, "chat_template", None) else f"\n{_PLAIN_ASK}"
 
 
-def prompt_for(tokenizer: Any) -> Prompt:
-    """The tokenizer's chat template split around the corpus, or a plain form for models without one."""
-    join = _join_of(tokenizer)
+def prompt_for(tokenizer: Any, known: str = "") -> Prompt:
+    """The tokenizer's chat template split around the corpus, or a plain form for models without one.
+
+    With `known`, the tokenizer's hash, how they are joined is kept in the user's cache.
+    """
+    join = _known_join(tokenizer, known) if known else _join_of(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         ask, after = f"{_PLAIN_ASK} ", "\nAnswer:"
         turn = join.gap + ask
@@ -310,12 +319,17 @@ def opening_of(tokenizer: Any) -> tuple[int, ...]:
     return tuple(whole[:start])
 
 
+def _known_join(tokenizer: Any, known: str) -> Join:
+    def parse(given: Any) -> Join:
+        return _JOINS[_JOINS.index(Join(*given))]
+
+    of = ["join", version("tokenizers"), _JOINS, _ENDS, _STARTS, known]
+    return cached(of, lambda: _join_of(tokenizer), list, parse)
+
+
 def _join_of(tokenizer: Any) -> Join:
     """The first join that holds. Where none does, tokens may differ there from those of one encoding."""
-    natural = Join("\n\n", stored=False)
-    # Many put full stop and line breaks in one token, some whatever is not a space.
-    candidates = (natural, Join("\n\n", stored=True), Join(" \n\n", stored=False))
-    return next((join for join in candidates if _holds(tokenizer, join)), natural)
+    return next((join for join in _JOINS if _holds(tokenizer, join)), _JOINS[0])
 
 
 def _holds(tokenizer: Any, join: Join) -> bool:
