@@ -16,6 +16,7 @@ from offload_decode.common.rows.compiled import at, exponential
 from offload_decode.common.rows.encodings import SCALE_BYTES
 from offload_decode.common.rows.loops import dot_row
 from offload_decode.common.rows.scan import FP32, INT8, QUERIES, score_rows, widen_row
+from offload_decode.common.rows.team import closure, fork
 from offload_decode.indexes.clusters.search import cells_of, keys_of
 from offload_decode.indexes.clusters.summaries import Summaries
 
@@ -42,27 +43,31 @@ class Given(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def estimate_layer(heads: Any, given: Any, share: Any, out: Any, lse: Any) -> int:
-    """The state of all keys that are not selected, for a share of the tasks: to `out [H, R, Dv]` float32 of
-    zeros, and `lse [H, R]`, -inf where nothing is left. -1 for an id that is out of range, else 0.
+def estimate_layer(team: Any, heads: Any, given: Any, per_task: int, out: Any, lse: Any, wrong: Any) -> None:
+    """The state of all keys that are not selected: to `out [H, R, Dv]` float32 of zeros, and `lse [H, R]`,
+    -inf where nothing is left. `wrong[0]` becomes 1 for an id that is out of range. team: `team.cells()`.
     """
+    heads_of, rows = given.queries.shape[:2]
+    body, data = closure(_estimate_task, (heads, given, per_task, out, lse, wrong))
+    fork(team, body, data, heads_of * -(-rows // per_task))
+
+
+@njit(nogil=True, cache=True)
+def _estimate_task(task: int, heads: Any, given: Any, per_task: int, out: Any, lse: Any, wrong: Any) -> None:
     rows, dim = given.queries.shape[1:]
-    tasks = -(-rows // share.rows)
-    for task in range(share.first, len(given.queries) * tasks, share.step):
-        head, group = task // tasks, task % tasks
-        own = slice(group * share.rows, min((group + 1) * share.rows, rows))
-        selected = Given(
-            given.queries[head, own],
-            given.ids[head, own],
-            given.scores[head, own],
-            given.scaling,
-            given.softcap,
-        )
-        cells, summaries = cells_of(heads, head, dim), _summaries(heads, head, dim, out.shape[2])
-        keys = keys_of(heads, head)
-        if _estimate(cells, summaries, keys, selected, out[head, own], lse[head, own]) < 0:
-            return -1
-    return 0
+    tasks = -(-rows // per_task)
+    head, group = task // tasks, task % tasks
+    own = slice(group * per_task, min((group + 1) * per_task, rows))
+    selected = Given(
+        given.queries[head, own],
+        given.ids[head, own],
+        given.scores[head, own],
+        given.scaling,
+        given.softcap,
+    )
+    cells, summaries = cells_of(heads, head, dim), _summaries(heads, head, dim, out.shape[2])
+    if _estimate(cells, summaries, keys_of(heads, head), selected, out[head, own], lse[head, own]) < 0:
+        wrong[0] = 1
 
 
 @njit(nogil=True, cache=True)

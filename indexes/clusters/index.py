@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
-from offload_decode.common.rows import scan, threads
+from offload_decode.common.rows import scan, team, threads
 from offload_decode.common.rows.arrays import Float32, Keys
 from offload_decode.common.rows.encodings import SCALE_BYTES, row_size
-from offload_decode.common.rows.threads import Share
 from offload_decode.indexes import files, verified
 from offload_decode.indexes.approximate import ApproximateIndex, Sample, tune
 from offload_decode.indexes.base import (
@@ -242,16 +241,10 @@ class ClusteredIndex(ApproximateIndex):
         lse = np.full(out.shape[:2], -np.inf, np.float32)
         most = rows_of_a_task(int(own.sizes[:, 3].max()))
         per_task = max(1, min(most, ceil(len(heads) * rows / threads.THREADS)))
-        workers = min(threads.THREADS, len(heads) * -(-rows // per_task))
-        wrong = []
-
-        def work(first: int) -> None:
-            if estimate_layer(own, given, Share(per_task, first, workers), out, lse) < 0:
-                wrong.append(first)
-
+        wrong = np.zeros(1, np.int64)
         if rows:
-            threads.run(work, range(workers))
-        if wrong:
+            estimate_layer(team.cells(), own, given, per_task, out, lse, wrong)
+        if wrong[0]:
             raise InvalidIndexInput(f"An id is not of the {len(heads[0]):,} keys that there are.")
         if not (np.isfinite(out).all() and (lse < np.inf).all()):
             raise IndexDamaged(OTHER_MEANS)
@@ -401,9 +394,5 @@ def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int)
     best = Best(ids, scores, np.zeros(shape, np.int64))
     workers = min(threads.THREADS, parts * count * -(-rows // per_task))
     predicted = predict(heads, queries, k, workers) if parts > 1 else UNPREDICTED
-
-    def search(first: int) -> None:
-        search_layer(heads, queries, k, Share(per_task, first, workers), predicted, best)
-
-    threads.run(search, range(workers))
+    search_layer(team.cells(), heads, queries, k, per_task, predicted, best)
     return best

@@ -20,6 +20,7 @@ from offload_decode.common.rows import threads
 from offload_decode.common.rows.arrays import Float32
 from offload_decode.common.rows.compiled import at, exponential
 from offload_decode.common.rows.scan import FP32, score_rows
+from offload_decode.common.rows.team import closure, fork
 from offload_decode.common.rows.top_k import keep_largest, sort
 from offload_decode.indexes.clusters.cells import Cells
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
@@ -156,31 +157,40 @@ def predict_thresholds(heads: Any, queries: Any, k: int, part: int, parts: int, 
 
 
 @njit(nogil=True, cache=True)
-def search_layer(heads: Any, queries: Any, k: int, share: Any, predicted: Any, best: Any) -> None:
-    """A share of the tasks: the k best keys of every head for its `queries [H, R, D]`, to `best`, whose first
-    dimension is the parts of a head's cells. Of several parts the thresholds are `predicted` for all.
+def search_layer(
+    team: Any, heads: Any, queries: Any, k: int, per_task: int, predicted: Any, best: Any
+) -> None:
+    """The k best keys of every head for its `queries [H, R, D]`, to `best`, whose first dimension is the
+    parts of a head's cells. Of several parts the thresholds are `predicted` for all. team: `team.cells()`.
     """
+    body, data = closure(_search_task, (heads, queries, k, per_task, predicted, best))
+    fork(team, body, data, len(best.ids) * len(queries) * -(-queries.shape[1] // per_task))
+
+
+@njit(nogil=True, cache=True)
+def _search_task(
+    task: int, heads: Any, queries: Any, k: int, per_task: int, predicted: Any, best: Any
+) -> None:
     rows, dim = queries.shape[1:]
-    parts, tasks = len(best.ids), -(-rows // share.rows)
-    for task in range(share.first, parts * len(queries) * tasks, share.step):
-        part, head, group = task % parts, task // parts // tasks, task // parts % tasks
-        own = slice(group * share.rows, min((group + 1) * share.rows, rows))
-        cells = cells_of(heads, head, dim)
-        scaled, size = _scaled(queries[head, own])
-        if len(predicted.thresholds):
-            count = len(cells.counts)
-            near = predicted.near[head, own, :count].copy()
-            inverse = predicted.inverse[head, own, :count].copy()
-            thresholds = predicted.thresholds[head, own]
-        else:
-            near, inverse = moments(cells.means, cells.variances, scaled)
-            thresholds = np.empty(len(size), np.float32)
-            for r in range(len(size)):
-                thresholds[r] = threshold_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
-        keys, ready = keys_of(heads, head), (near, inverse, thresholds)
-        found = Best(best.ids[part, head, own], best.scores[part, head, own], best.seen[part, head, own])
-        deviations = heads.deviations[head]
-        search_rows(cells, keys, queries[head, own], (scaled, size), ready, k, deviations, part, parts, found)
+    parts, tasks = len(best.ids), -(-rows // per_task)
+    part, head, group = task % parts, task // parts // tasks, task // parts % tasks
+    own = slice(group * per_task, min((group + 1) * per_task, rows))
+    cells = cells_of(heads, head, dim)
+    scaled, size = _scaled(queries[head, own])
+    if len(predicted.thresholds):
+        count = len(cells.counts)
+        near = predicted.near[head, own, :count].copy()
+        inverse = predicted.inverse[head, own, :count].copy()
+        thresholds = predicted.thresholds[head, own]
+    else:
+        near, inverse = moments(cells.means, cells.variances, scaled)
+        thresholds = np.empty(len(size), np.float32)
+        for r in range(len(size)):
+            thresholds[r] = threshold_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
+    keys, ready = keys_of(heads, head), (near, inverse, thresholds)
+    found = Best(best.ids[part, head, own], best.scores[part, head, own], best.seen[part, head, own])
+    deviations = heads.deviations[head]
+    search_rows(cells, keys, queries[head, own], (scaled, size), ready, k, deviations, part, parts, found)
 
 
 @njit(nogil=True, cache=True)

@@ -5,7 +5,6 @@ the block there: scores, an online softmax (Milakov and Gimelshein 2018, arXiv 1
 kernels take float32 alone; widening a prefix for them takes longer than attending to it does here.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,70 +12,160 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from offload_decode.attention.queries import empty_state, joined, merge_states
-from offload_decode.attention.rows import Rows
-from offload_decode.common.rows import threads
+from offload_decode.attention.queries import empty_state, joined
+from offload_decode.attention.rows import HeadRows, LayerRows, head_bits
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import prefetch_row
-from offload_decode.common.rows.scan import LANES, QUERIES, ROWS, SUMS, products, put, widen_block
+from offload_decode.common.rows.scan import (
+    BF16,
+    FP16,
+    FP32,
+    LANES,
+    QUERIES,
+    ROWS,
+    SUMS,
+    products,
+    put,
+    widen_block,
+)
+from offload_decode.common.rows.team import cells, closure, fork
 from offload_decode.types import AttentionState
 
-PART = 1 << 14  # tokens of a task, at least: up to a million, sums of more are those of parts merged
+PART = 1 << 10  # tokens of a task, at least: threads take them one by one
 PARTS = 64  # at most, as each holds a state of its rows
 TOGETHER = 256  # rows that meet a block together
 BLOCK = 64  # tokens that are widened together
 TOKENS = 4  # whose values are added at once; BLOCK is a multiple of it, and of ROWS
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
+_LAYOUTS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 
 
 def attend_all(
-    query: Tensor, keys: Sequence[Rows], values: Sequence[Rows], scaling: float, softcap: float | None = None
+    query: Tensor, keys: HeadRows, values: HeadRows, scaling: float, softcap: float | None = None
 ) -> AttentionState:
     """From `query [Hkv, R, D]` to all stored tokens, on a CPU: `out [Hkv, R, Dv]`, `lse [Hkv, R]`."""
     rows = query.shape[1]
     if not rows or not len(keys[0]):
         return empty_state(query, values[0].dim)
+    layer = keys.compiled, values.compiled, values[0].dim
     parts = [
-        _attend_rows(query[:, start : start + TOGETHER], keys, values, scaling, softcap or 0.0)
+        _attend_rows(query[:, start : start + TOGETHER], *layer, scaling, softcap)
         for start in range(0, rows, TOGETHER)
     ]
-    return joined(parts, 1)
+    return parts[0] if len(parts) == 1 else joined(parts, 1)
+
+
+def attend_tensors(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None = None
+) -> AttentionState | None:
+    """`queries.attend` for `query [B, H, 1, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` where all
+    rows see all keys; None where these are no rows of floats on a host, one behind the other, or where
+    gradients are to flow.
+    """
+    keys, values = _layer_rows(key), _layer_rows(value)
+    flows = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if keys is None or values is None or flows:
+        return None
+    batch, heads, tokens, dim = query.shape
+    rows = query.detach().reshape(len(keys.addresses), -1, dim)
+    out, lse = _attend_rows(rows, keys, values, value.shape[-1], scaling, softcap)
+    return AttentionState(out.reshape(batch, heads, tokens, -1), lse.reshape(batch, heads, tokens))
+
+
+def _layer_rows(part: Tensor) -> LayerRows | None:
+    batch, heads, length, dim = part.shape
+    # Not one that is traced, or of a device.
+    plain = type(part) is Tensor and part.device.type == "cpu" and part.dtype in _LAYOUTS
+    if not plain or not length or part.stride(3) != 1 or (length > 1 and part.stride(2) != dim):
+        return None
+    first, size = part.data_ptr(), part.itemsize
+    steps = [
+        first + size * (b * part.stride(0) + h * part.stride(1)) for b in range(batch) for h in range(heads)
+    ]
+    return LayerRows(np.array(steps, np.int64), length, size * dim, _LAYOUTS[part.dtype])
 
 
 def _attend_rows(
-    query: Tensor, keys: Sequence[Rows], values: Sequence[Rows], scaling: float, softcap: float
+    query: Tensor, keys: LayerRows, values: LayerRows, width: int, scaling: float, softcap: float | None
 ) -> AttentionState:
+    """From `query [H, R, D]`: `out [H, R, width]`, `lse [H, R]`."""
     heads, count, dim = query.shape
     rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
     rows[:, :count, :dim] = query.float().numpy()
-    step = _step(len(keys[0]))
-    starts = range(0, len(keys[0]), step)
-    out = np.zeros((len(starts), *rows.shape[:2], values[0].dim), np.float32)
+    step = _step(keys.length)
+    out = np.zeros((-(-keys.length // step), *rows.shape[:2], width), np.float32)
     lse = np.full(out.shape[:3], -np.inf, np.float32)
-
-    def attend(task: tuple[int, int]) -> None:
-        part, head = task
-        own = slice(starts[part], starts[part] + step)
-        key, value = keys[head], values[head]
-        stored = (key.bits[own], key.layout, value.bits[own], value.layout)
-        logits = np.float32(scaling), np.float32(softcap)
-        _attend_part(rows[head], dim, *stored, *logits, out[part, head], lse[part, head])
-
-    threads.run(attend, [(part, head) for part in range(len(starts)) for head in range(heads)])
-    state = empty_state(query, values[0].dim)
-    for part in zip(out[:, :, :count], lse[:, :, :count], strict=True):
-        state = merge_states(state, AttentionState(*map(torch.from_numpy, part)))
-    return state
+    logits = np.float32(scaling), np.float32(softcap or 0.0)
+    _attend_layer(cells(), rows, dim, keys, values, step, *logits, out, lse)
+    return AttentionState(torch.from_numpy(out[0, :, :count]), torch.from_numpy(lse[0, :, :count]))
 
 
 def state_bytes(length: int, heads: int, rows: int, value_dim: int) -> int:
-    """What `attend_all` holds beside its result: a state of some rows for each part, and a few to merge."""
+    """What `attend_all` holds beside its result: a state of some rows for each part."""
     parts = -(-length // _step(length)) if length else 0
     return 4 * heads * min(rows + QUERIES, TOGETHER) * (value_dim + 1) * (parts + 4)
 
 
 def _step(length: int) -> int:
     return max(PART, -(-length // PARTS))
+
+
+@njit(nogil=True, cache=True)
+def _attend_layer(
+    cells: Any,
+    rows: Any,
+    dim: int,
+    keys: Any,
+    values: Any,
+    step: int,
+    scaling: Any,
+    softcap: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    """All parts of all heads, merged in the first of `out [P, H, R, Dv]` and of `lse [P, H, R]`."""
+    body, data = closure(_attend_task, (rows, dim, keys, values, step, scaling, softcap, out, lse))
+    fork(cells, body, data, lse.shape[0] * lse.shape[1])
+    for part in range(1, len(out)):
+        for head in range(lse.shape[1]):
+            for r in range(lse.shape[2]):
+                _merge(out[0, head, r], lse[0, head], out[part, head, r], lse[part, head, r], r)
+
+
+@njit(nogil=True, cache=True)
+def _attend_task(
+    task: int,
+    rows: Any,
+    dim: int,
+    keys: Any,
+    values: Any,
+    step: int,
+    scaling: Any,
+    softcap: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    part, head = task // len(rows), task % len(rows)
+    own = slice(part * step, min(part * step + step, keys.length))
+    key, value = head_bits(keys, head)[own], head_bits(values, head)[own]
+    logits = scaling, softcap
+    _attend_part(
+        rows[head], dim, key, keys.layout, value, values.layout, *logits, out[part, head], lse[part, head]
+    )
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _merge(out: Any, lse: Any, other: Any, lse_of_other: Any, r: int) -> None:
+    """The state of another part into row `r`: `queries.merge_states`."""
+    if lse_of_other == -np.inf:
+        return
+    highest = lse_of_other if lse[r] == -np.inf else max(lse[r], lse_of_other)
+    own, more = exponential(lse[r] - highest), exponential(lse_of_other - highest)
+    total = own + more
+    lse[r] = highest + np.log(total)
+    own, more = own / total, more / total
+    for d in range(len(out)):
+        out[d] = own * out[d] + more * other[d]
 
 
 @njit(nogil=True, cache=True)

@@ -21,7 +21,7 @@ from offload_decode.attention.rows import HeadRows, Rows, head_bits
 from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import add_row, dot_row, prefetch_row
-from offload_decode.common.rows.threads import Share
+from offload_decode.common.rows.team import cells, closure, fork
 from offload_decode.types import AttentionState
 
 
@@ -130,17 +130,9 @@ def attend_tokens(
     if k and rows:
         # The rows of a head share what they read, unless threads would be without work.
         own = rows if heads >= threads.THREADS else max(1, rows * heads // (2 * threads.THREADS))
-        workers = min(threads.THREADS, heads * -(-rows // own))
         stored = keys.compiled, values.compiled
-        logits = Logits.of(queries.scaling, queries.softcap)
-
-        def attend(first: int) -> None:
-            share = Share(own, first, workers)
-            _attend_layer(
-                vectors, *stored, Named(named, known), logits, (ENTRIES, SPARSE), share, state, read
-            )
-
-        threads.run(attend, range(workers))
+        logits, limits = Logits.of(queries.scaling, queries.softcap), (ENTRIES, SPARSE)
+        _attend_layer(cells(), vectors, *stored, Named(named, known), logits, limits, own, state, read)
     if (read < 0).any():
         raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
     both = scores is None and keys[0] is not values[0]
@@ -173,33 +165,52 @@ def score_tokens(query: Tensor, keys: Sequence[Rows], ids: Tensor) -> Tensor:
 
 @njit(nogil=True, cache=True)
 def _attend_layer(
+    team: Any,
     query: Any,
     keys: Any,
     values: Any,
     named: Any,
     logits: Any,
     limits: Any,
-    share: Any,
+    per_task: int,
     state: Any,
     read: Any,
 ) -> None:
-    """A share of the tasks; `read` gets how many different tokens each read, -1 for an id out of range."""
+    """All rows of all heads; `read` gets how many different tokens each task read, -1 for an id out of
+    range.
+    """
+    body, data = closure(_attend_task, (query, keys, values, named, logits, limits, per_task, state, read))
+    fork(team, body, data, len(query) * -(-query.shape[1] // per_task))
+
+
+@njit(nogil=True, cache=True)
+def _attend_task(
+    task: int,
+    query: Any,
+    keys: Any,
+    values: Any,
+    named: Any,
+    logits: Any,
+    limits: Any,
+    per_task: int,
+    state: Any,
+    read: Any,
+) -> None:
     rows = query.shape[1]
-    tasks = -(-rows // share.rows)
-    for task in range(share.first, len(query) * tasks, share.step):
-        head, part = task // tasks, task % tasks
-        own = slice(part * share.rows, min((part + 1) * share.rows, rows))
-        read[head, own.start] = _attend(
-            query[head, own],
-            head_bits(keys, head),
-            keys.layout,
-            head_bits(values, head),
-            values.layout,
-            Named(named.ids[head, own], named.scores[head, own]),
-            logits,
-            limits,
-            State(state.out[head, own], state.lse[head, own]),
-        )
+    tasks = -(-rows // per_task)
+    head, part = task // tasks, task % tasks
+    own = slice(part * per_task, min((part + 1) * per_task, rows))
+    read[head, own.start] = _attend(
+        query[head, own],
+        head_bits(keys, head),
+        keys.layout,
+        head_bits(values, head),
+        values.layout,
+        Named(named.ids[head, own], named.scores[head, own]),
+        logits,
+        limits,
+        State(state.out[head, own], state.lse[head, own]),
+    )
 
 
 @njit(nogil=True, cache=True)

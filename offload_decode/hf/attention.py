@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from offload_decode.attention.dense import attend_dense
+from offload_decode.attention.host_dense import attend_tensors
 from offload_decode.attention.queries import Places, merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache_layers import (
@@ -80,7 +81,7 @@ def prefix_attention(
     if attention_mask is not None and more_than_one and attention_mask.shape[2:] == (1, 1):
         places, attention_mask = layer.places if layer is not None else Places(), None
     if not isinstance(layer, PrefixLayer):
-        state = attend_dense(query, key, value, scaling, attention_mask, softcap, places)
+        state = _attend(query, key, value, scaling, attention_mask, softcap, places)
     else:
         # The generated KV is attended to between these two, so that a device works while the host searches.
         finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap)
@@ -89,13 +90,33 @@ def prefix_attention(
         if free and layer.tail.length > layer.prefix.whole_generated and run.sees_all(attention_mask):
             part = layer.prefix.attend_generated(layer.index, stored_query, layer.tail, scaling, softcap)
         if part is None:
-            generated = attend_dense(query, key, value, scaling, attention_mask, softcap, places)
+            generated = _attend(query, key, value, scaling, attention_mask, softcap, places)
         else:
             generated = expand(part)
         state = merge_states(generated, expand(finish()))
     if layer is not None:
         layer.unattended = False
     return _finished(state, s_aux, query, ours=layer is not None)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    mask: Tensor | None,
+    softcap: float | None,
+    places: Places | None,
+) -> AttentionState:
+    """`attend_dense`; of one token on a host by compiled loops, which need none of torch's threads: to wake
+    them takes longer than a step's attention.
+    """
+    if query.shape[2] == 1 and mask is None:
+        seen = slice(None) if places is None else places.seen(slice(0, 1), 1, key.shape[2])
+        state = attend_tensors(query, key[:, :, seen], value[:, :, seen], scaling, softcap)
+        if state is not None:
+            return state
+    return attend_dense(query, key, value, scaling, mask, softcap, places)
 
 
 def _as_it_is(state: AttentionState) -> AttentionState:

@@ -4,6 +4,9 @@ A few rows are multiplied as they come, rounded to 8 bits (`common.rows.ggml_pro
 weights of a layer are unpacked, a tile at a time, into what the processor multiplies fastest.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from offload_decode.common.errors import ModelError
 from offload_decode.common.rows.compiled import features
 from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
-from offload_decode.common.rows.ggml_products import multiply_many
+from offload_decode.common.rows.ggml_products import Matrices
 from offload_decode.hf.compat import class_of
 from offload_decode.hf.meta_device import Unfilled
 from offload_decode.models.gguf import StoredTensor
@@ -32,20 +35,21 @@ _IN_BF16 = not features().isdisjoint(("avx512bf16", "amx-bf16", "bf16"))
 
 
 class BlockLinear(nn.Module):
-    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`.
-
-    together: layers with the same input, itself among them; the first that is asked multiplies for all, as
-    the input is rounded and threads are woken once.
-    """
+    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`."""
 
     def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
         super().__init__()
         self.blocks, self.kind = blocks, kind
-        self.together = [self]
+        self.together([self])
         self._known: tuple[Tensor, Tensor] | None = None
         self.out_features = len(blocks)
-        self.in_features = blocks.shape[1] // FORMATS[kind].bytes * FORMATS[kind].weights
+        self.in_features = self._matrices.width
         self.bias = bias
+
+    def together(self, layers: Sequence[BlockLinear]) -> None:
+        """Multiply for these too, which have the same input: it is rounded once for all of them."""
+        self._layers = layers
+        self._matrices = Matrices((one.blocks, one.kind) for one in layers)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
@@ -58,13 +62,11 @@ class BlockLinear(nn.Module):
         known, self._known = self._known, None
         if known is not None and known[0] is input:
             return known[1]
-        found = multiply_many(
-            rows.float().contiguous().numpy(), [(one.blocks, one.kind) for one in self.together]
-        )
+        found = self._matrices.multiply(rows.float().contiguous().numpy())
         products = [torch.from_numpy(own) for own in found]
-        for one, product in zip(self.together, products, strict=True):
-            one._known = None if one is self else (input, product)
-        return products[self.together.index(self)]
+        for layer, product in zip(self._layers, products, strict=True):
+            layer._known = None if layer is self else (input, product)
+        return products[self._layers.index(self)]
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
         dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
@@ -142,7 +144,7 @@ def _join(model: Any) -> None:
         for names in _TOGETHER:
             found = [layer for name in names if isinstance(layer := getattr(module, name, None), BlockLinear)]
             for layer in found:
-                layer.together = found
+                layer.together(found)
 
 
 class _File:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_decode.attention import host_dense
-from offload_decode.attention.host_dense import BLOCK, attend_all
+from offload_decode.attention.host_dense import BLOCK, attend_all, attend_tensors
 from offload_decode.attention.queries import attend, empty_state
-from offload_decode.attention.rows import Rows
+from offload_decode.attention.rows import HeadRows, Rows
 from tests.attention.test_host_tokens import CPU, FORMS, PAIRS, stored
 
 
@@ -89,12 +89,42 @@ def test_logits_of_minus_infinity_have_no_weight(monkeypatch):
     for gone in (slice(BLOCK), slice(4 * BLOCK), slice(6 * BLOCK, None), slice(None)):
         infinite = numbers.copy()
         infinite[gone, 3] = -np.inf
-        keys = [Rows(infinite)]
+        keys = HeadRows([Rows(infinite)])
         dense = [own[0].read(slice(None), CPU)[None, None] for own in (keys, values)]
         expected = attend(query[None], *dense, 0.5)
         close(attend_all(query, keys, values, 0.5), [part[0].double() for part in expected])
     infinite[2, 3] = np.nan
-    assert attend_all(query, [Rows(infinite)], values, 0.5).out.isnan().all()
+    assert attend_all(query, HeadRows([Rows(infinite)]), values, 0.5).out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_one_query_meets_generated_rows_where_they_lie(dtype, softcap):
+    """In a buffer with room for more, as `kv.generated` has them."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 6, 1, 24, generator=generator), torch.randn(2, 2, 90, 24, generator=generator)
+    value = torch.randn(2, 2, 90, 16, generator=generator).to(dtype)
+    key = key.to(dtype)
+    for length in (1, 2, 77):
+        own = query, key[:, :, :length], value[:, :, :length]
+        state = attend_tensors(*own, 0.3, softcap)
+        assert state is not None
+        close(state, [part.double() for part in attend(*own, 0.3, None, softcap)], 1e-5)
+
+
+def test_rows_that_do_not_lie_one_behind_the_other_are_left_to_torch():
+    query, rows = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
+    by_channel = rows.transpose(2, 3).contiguous().transpose(2, 3)
+    for other in (
+        by_channel,
+        rows[:, :, ::2],
+        rows.double(),
+        rows[:, :, :0],
+        torch.nn.Parameter(rows),
+        rows.to("meta"),
+    ):
+        assert attend_tensors(query, other, other, 1.0) is None
+        assert attend_tensors(query, rows, other, 1.0) is None
 
 
 def test_nothing_is_the_empty_state():

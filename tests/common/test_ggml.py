@@ -7,7 +7,7 @@ import pytest
 from offload_decode.common.errors import ModelError
 from offload_decode.common.rows import ggml_blocks, ggml_products
 from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
-from offload_decode.common.rows.ggml_products import multiply, multiply_many, quantized
+from offload_decode.common.rows.ggml_products import Matrices, quantized
 from tests.common.test_scan import run_compiled
 
 gguf = pytest.importorskip("gguf")
@@ -70,6 +70,10 @@ def test_bfloat16_is_rounded_to_nearest_even(kind):
     np.testing.assert_array_equal(out.view(ml_dtypes.bfloat16).astype("f"), expected.astype("f"))
 
 
+def multiply(x, blocks, kind):
+    return Matrices([(blocks, kind)]).multiply(x)[0]
+
+
 FORMS = [pytest.param((kind, ""), id=form.name) for kind, form in FORMATS.items()] + [
     pytest.param((kind, form), id=f"{FORMATS[kind].name}-{form}")
     for form in ggml_products.forms()[1:]
@@ -120,9 +124,8 @@ def test_matrices_that_share_activations_have_the_products_of_each():
         (random_blocks(kind, rows, seed=rows), kind) for kind, rows in ((2, 3), (12, 700), (8, 1), (2, 0))
     ]
     x = activations(3)
-    for found, (blocks, kind) in zip(multiply_many(x, matrices), matrices, strict=True):
+    for found, (blocks, kind) in zip(Matrices(matrices).multiply(x), matrices, strict=True):
         np.testing.assert_array_equal(found, multiply(x, blocks, kind))
-    assert multiply_many(x, []) == []
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -167,7 +170,7 @@ weights, x = np.empty((5, 128), "f"), np.random.default_rng(1).standard_normal((
 ggml_blocks.unpack(blocks, 8, weights)
 codes, scales = (blocks.reshape(5, 4, 34)[..., part].copy() for part in (slice(2, None), slice(0, 2)))
 assert (weights.reshape(5, 4, 32) == codes.view("i1") * scales.view("f2").astype("f")).all()
-found = ggml_products.multiply(x, blocks, 8)
+found, = ggml_products.Matrices([(blocks, 8)]).multiply(x)
 assert (abs(found - x @ weights.T) <= 0.02 * (abs(x) @ abs(weights).T)).all()
 print(ggml_products.FORM, compiled.converts())
 """

@@ -10,7 +10,7 @@ import torch
 from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.engine import Engine
-from offload_decode.hf import cuda_graphs
+from offload_decode.hf import attention, cuda_graphs
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest, registry
 from offload_decode.types import Document
@@ -29,8 +29,11 @@ ATTEND = ["host", "device", "pinned"]
 
 @pytest.fixture(autouse=True)
 def _plain_passes(monkeypatch):
-    """Bit by bit as on the host: tests/hf/test_cuda_graphs.py has those that are captured."""
+    """Bit by bit as on the host: tests/hf/test_cuda_graphs.py has those that are captured, and
+    tests/attention/test_host_dense.py the loops of hosts alone.
+    """
     monkeypatch.setattr(cuda_graphs, "WORTH", 10**9)
+    monkeypatch.setattr(attention, "attend_tensors", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import torch
 
 from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.engine import Engine
+from offload_decode.hf import attention
 from offload_decode.prefill_jobs.append import append_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.testing.method_contract import assert_same_rows
@@ -16,6 +17,12 @@ from tests.tiny import random_ids, served_model, token_store
 
 IDS = random_ids(60)
 QUESTIONS = ["Who?", "What is it?"]
+
+
+@pytest.fixture(autouse=True)
+def _attention_of_torch(monkeypatch):
+    """Bit by bit as on the host: tests/attention/test_host_dense.py has the loops of hosts alone."""
+    monkeypatch.setattr(attention, "attend_tensors", lambda *_: None)
 
 
 def stored_and_answered(device, family, folder):

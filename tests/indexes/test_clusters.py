@@ -203,7 +203,7 @@ def test_threads_share_the_predictions_of_a_head(monkeypatch: pytest.MonkeyPatch
     shared, searched = [], clusters.search_layer
 
     def seen(*given: Any) -> None:
-        shared.append(given[4])
+        shared.append(given[5])
         searched(*given)
 
     monkeypatch.setattr(clusters, "search_layer", seen)

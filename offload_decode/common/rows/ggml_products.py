@@ -7,19 +7,21 @@ is unsigned: signs of codes, where a format has them, move to the activations. P
 all other processors. Minima are multiplied by sums of the activations, added up once for all weights.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from offload_decode.common.errors import ModelError
-from offload_decode.common.rows import threads
+from offload_decode.common.rows.compiled import at as address
 from offload_decode.common.rows.compiled import features
 from offload_decode.common.rows.ggml_blocks import (
     CODES,
@@ -34,7 +36,6 @@ from offload_decode.common.rows.ggml_blocks import (
     SHORT,
     Blocks,
     Format,
-    as_bytes,
     at,
     checked,
     chosen,
@@ -43,13 +44,15 @@ from offload_decode.common.rows.ggml_blocks import (
     same,
 )
 from offload_decode.common.rows.loops import prefetch
+from offload_decode.common.rows.team import cells, fork
+from offload_decode.common.rows.threads import THREADS
 
 Float32 = npt.NDArray[np.float32]
 
 TOGETHER = 4  # rows of activations that share the unpacked codes
 _PARTS = 4
 _AHEAD = 4096  # bytes of blocks
-_TASK = 1 << 18  # bytes of blocks for one row of activations: less is done before a thread has woken up
+_TASK = 1 << 17  # bytes of blocks for one row of activations, at least: some ten microseconds
 _TILE = 16  # rows of weights that meet four rows of activations while these are in the nearest cache
 
 
@@ -290,62 +293,102 @@ def _added(builder: Any, vector: Any) -> Any:
 
 
 @cache
-def _loop(kind: int, form: str) -> Any:
-    @njit(nogil=True, cache=True)
-    def multiplied(
-        blocks: Any, first: int, last: int, codes: Any, scales: Any, sums: Any, halves: Any, out: Any
-    ) -> None:
-        """Rows `first` to `last` of the weights times all activations, to `out [M, rows]`."""
-        given = len(codes)
+def _loop(kind: int, form: str) -> int:
+    """The address of what `team.fork` calls: rows of weights times all activations, to `out [M, rows]`."""
+
+    @cfunc("int64(int64, int64)", cache=True)
+    def multiplied(data: int, task: int) -> int:
+        words = carray(address(data), _WORDS, np.int64)
+        rows, length, given, width = words[0], words[1], words[2], words[3]
+        bounds = carray(address(words[4] + 8 * task), 2, np.int64)
+        blocks = carray(address(words[5]), rows * length, np.uint8)
+        codes = carray(address(words[6]), (given, width), np.int8)
+        scales = carray(address(words[7]), (given, width // PART), np.float32)
+        sums = carray(address(words[8]), (given, width // PART), np.float32)
+        halves = carray(address(words[9]), (given, 2 * width // PART), np.float32)
+        out = carray(address(words[10]), (given, rows), np.float32)
         rest = given // TOGETHER * TOGETHER
-        for tile in range(first, last, _TILE):
-            end = min(tile + _TILE, last)
+        for tile in range(bounds[0], bounds[1], _TILE):
+            end = min(tile + _TILE, bounds[1])
             for own in range(0, rest, TOGETHER):
                 for row in range(tile, end):
                     _row(kind, form, TOGETHER, blocks, row, codes, scales, sums, halves, own, out)
             for own in range(rest, given):
                 for row in range(tile, end):
                     _row(kind, form, 1, blocks, row, codes, scales, sums, halves, own, out)
+        return 0
 
-    return multiplied
-
-
-def multiply(x: Float32, blocks: Blocks, kind: int) -> Float32:
-    """`multiply_many` with one matrix."""
-    return multiply_many(x, [(blocks, kind)])[0]
+    return multiplied.address  # type: ignore[return-value]
 
 
-def multiply_many(x: Float32, matrices: Iterable[tuple[Blocks, int]]) -> list[Float32]:
-    """Products float32 `[M, rows]` of `x [M, K]` float32 with each of some matrices, given as their blocks,
-    uint8 `[rows, bytes of K weights]`, and ggml's number of their type. x is rounded to bytes once for all of
-    them, and the threads of the pool share all rows, so this is not to be called from one of them.
+_WORDS = 11
 
-    What is not finite in x, or in the scales of blocks, gives products that are not finite. Raises ModelError
-    as `checked` and `quantized`, and for rows of another number of weights than K.
+
+@njit(nogil=True, cache=True)
+def _multiply(cells: Any, given: Any, table: Any, out: Any) -> None:
+    """Activations times all matrices of a table, `out` flat: `[R, rows]` of one behind the other."""
+    codes, scales, sums, halves = given
+    start = 0
+    for matrix in range(len(table)):
+        loop, tasks, rows, length, bounds, blocks = table[matrix]
+        own = out[start : start + len(codes) * rows]
+        words = np.empty(_WORDS, np.int64)
+        words[0], words[1], words[2], words[3] = rows, length, codes.shape[0], codes.shape[1]
+        words[4], words[5], words[6], words[7] = bounds, blocks, codes.ctypes.data, scales.ctypes.data
+        words[8], words[9], words[10] = sums.ctypes.data, halves.ctypes.data, own.ctypes.data
+        fork(cells, loop, words.ctypes.data, tasks)
+        start += len(own)
+
+
+@lru_cache(512)
+def _bounds(rows: int, least: int) -> npt.NDArray[np.int64]:
+    """Where tasks begin and end that share so many rows out: large ones first, which read memory in order,
+    and small ones last, so that all threads end together.
     """
-    matrices = list(matrices)
-    for blocks, kind in matrices:
-        form, width = checked(blocks, kind)
-        if width != x.shape[-1]:
-            raise ModelError(f"Rows of {width} weights in {form.name} cannot meet {x.shape[-1]} activations.")
-    given = quantized(x)
-    outs = [np.empty((len(given.codes), len(blocks)), np.float32) for blocks, _ in matrices]
-    tasks = []
-    left, least = sum(blocks.size for blocks, _ in matrices), _TASK // max(1, len(x))
-    for (blocks, kind), out in zip(matrices, outs, strict=True):
-        loop, flat, first = _loop(kind, FORM), as_bytes(blocks), 0
-        while first < len(blocks):
-            # Large ones first, as each costs some microseconds, and small ones so that threads end together.
-            size = max(least, left // (2 * threads.THREADS))
-            last = min(len(blocks), first + max(1, size // blocks.shape[1]))
-            tasks.append(partial(loop, flat, first, last, *given, out))
-            left -= (last - first) * blocks.shape[1]
-            first = last
-    shared = iter(tasks)  # a thread takes the next as it is ready: other work may slow one of them down
+    ends = [0]
+    while ends[-1] < rows:
+        left = rows - ends[-1]
+        ends.append(ends[-1] + min(left, max(1, least, 2 * left // (3 * THREADS))))
+    return np.array(ends)
 
-    def work(_: int) -> None:
-        for task in shared:
-            task()
 
-    threads.run(work, range(max(1, min(threads.THREADS, len(tasks)))))
-    return [out[: len(x)] for out in outs]
+class Matrices:
+    """Matrices of weights that meet the same activations, each given as its blocks, uint8 `[rows, bytes of K
+    weights]`, and ggml's number of their type. Raises ModelError as `checked`, and where K differs.
+    """
+
+    def __init__(self, given: Iterable[tuple[Blocks, int]]) -> None:
+        self.blocks, kinds = zip(*given, strict=True)
+        widths = {checked(blocks, kind)[1] for blocks, kind in zip(self.blocks, kinds, strict=True)}
+        if len(widths) > 1:
+            raise ModelError(
+                f"Rows of {' and of '.join(map(str, sorted(widths)))} weights have no activations in common."
+            )
+        (self.width,) = widths
+        self.rows = [len(blocks) for blocks in self.blocks]
+        self._bounds = [_bounds(len(own), _TASK // own.shape[1]) for own in self.blocks]
+        self._table = np.array(
+            [
+                (_loop(kind, FORM), len(bounds) - 1, *own.shape, bounds.ctypes.data, own.ctypes.data)
+                for own, kind, bounds in zip(self.blocks, kinds, self._bounds, strict=True)
+            ]
+        )
+
+    def multiply(self, x: Float32) -> list[Float32]:
+        """Products float32 `[M, rows]` of `x [M, K]` float32 with each of them. x is rounded to bytes once,
+        and all cores share the rows.
+
+        What is not finite in x, or in the scales of blocks, gives products that are not finite. Raises
+        ModelError as `quantized`, and for another K.
+        """
+        given = quantized(x)
+        if x.shape[1] != self.width:
+            raise ModelError(f"Rows of {self.width} weights cannot meet {x.shape[1]} activations.")
+        held = len(given.codes)
+        out = np.empty(held * sum(self.rows), np.float32)
+        _multiply(cells(), given, self._table, out)
+        found, start = [], 0
+        for rows in self.rows:
+            found.append(out[start : start + held * rows].reshape(held, rows)[: len(x)])
+            start += held * rows
+        return found
