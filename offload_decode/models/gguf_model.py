@@ -6,7 +6,6 @@ weights of a layer are unpacked, a tile at a time, into what the processor multi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from offload_decode.hf.compat import class_of
 from offload_decode.hf.meta_device import Unfilled
 from offload_decode.models.gguf import StoredTensor
 from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, TABLE, Converted
+from offload_decode.models.gguf_layers import FEW_ROWS, PROJECTIONS, FewRows
 from offload_decode.models.quantization import hushed
 
 Blocks = npt.NDArray[np.uint8]
 
-FEW_ROWS = 16
-"""Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles."""
 _TILE = 8 << 20  # bytes of an unpacked tile: what stays in the cache of a processor, or nearly
 # Whether products of bfloat16 are the fastest: asked for once, as LLVM lists all that a processor has.
 _IN_BF16 = not features().isdisjoint(("avx512bf16", "amx-bf16", "bf16"))
@@ -40,33 +38,19 @@ class BlockLinear(nn.Module):
     def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
         super().__init__()
         self.blocks, self.kind = blocks, kind
-        self.together([self])
-        self._known: tuple[Tensor, Tensor] | None = None
-        self.out_features = len(blocks)
-        self.in_features = self._matrices.width
+        self.matrices = Matrices([(blocks, kind)])
+        self.in_features, self.out_features = self.matrices.width, len(blocks)
         self.bias = bias
-
-    def together(self, layers: Sequence[BlockLinear]) -> None:
-        """Multiply for these too, which have the same input: it is rounded once for all of them."""
-        self._layers = layers
-        self._matrices = Matrices((one.blocks, one.kind) for one in layers)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
-        out = self._in_blocks(input, rows) if len(rows) <= FEW_ROWS else self._by_tiles(rows)
+        if len(rows) <= FEW_ROWS:
+            out = torch.from_numpy(self.matrices.multiply(rows.float().contiguous().numpy())[0])
+        else:
+            out = self._by_tiles(rows)
         if self.bias is not None:
             out = out + self.bias
         return out.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
-
-    def _in_blocks(self, input: Tensor, rows: Tensor) -> Tensor:
-        known, self._known = self._known, None
-        if known is not None and known[0] is input:
-            return known[1]
-        found = self._matrices.multiply(rows.float().contiguous().numpy())
-        products = [torch.from_numpy(own) for own in found]
-        for layer, product in zip(self._layers, products, strict=True):
-            layer._known = None if layer is self else (input, product)
-        return products[self._layers.index(self)]
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
         dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
@@ -114,7 +98,6 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
         with Unfilled(), torch.device("meta"):
             kind.__init__(self, *given, **named)
         _put_blocks(self, file, dtype)
-        _join(self)
 
     made: Any = type(kind.__name__, (kind,), {"__init__": with_blocks, "__module__": kind.__module__})
     tied = config.tie_word_embeddings
@@ -132,19 +115,19 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
         )
     model.__class__ = kind
     model.config.tie_word_embeddings = tied
+    _compile_layers(model, converted.architecture in NORMS_WITH_ONE)
     return model.requires_grad_(False)
 
 
-_TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-
-
-def _join(model: Any) -> None:
-    """Let layers of one input be multiplied together."""
-    for module in model.modules():
-        for names in _TOGETHER:
-            found = [layer for name in names if isinstance(layer := getattr(module, name, None), BlockLinear)]
-            for layer in found:
-                layer.together(found)
+def _compile_layers(model: Any, ones: bool) -> None:
+    """Let layers whose matrices are all in blocks run few rows in compiled calls."""
+    for layer in model.base_model.layers:
+        projections = [layer.get_submodule(name) for name in PROJECTIONS]
+        few = None
+        if all(isinstance(own, BlockLinear) for own in projections):
+            few = FewRows.of(layer, ones)
+        if few is not None:
+            layer.forward = few.forward
 
 
 class _File:

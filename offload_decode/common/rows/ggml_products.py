@@ -70,7 +70,8 @@ class Activations(NamedTuple):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any, halves: Any) -> None:
+def _quantize(x: Any, codes: Any, scales: Any, sums: Any, halves: Any) -> None:
+    bits = x.view(np.uint32)
     for row in range(x.shape[0]):
         for part in range(x.shape[1] // PART):
             most = np.uint32(0)  # of the bits: NaN is above infinity, and infinity above all numbers
@@ -93,28 +94,38 @@ def _quantize(x: Any, bits: Any, codes: Any, scales: Any, sums: Any, halves: Any
             sums[row, part] = scale * np.float32(both)
 
 
+@njit(nogil=True, cache=True)
+def padded(count: int) -> int:
+    """Rows of activations that loops take for so many."""
+    return count if count % TOGETHER < 2 else -(-count // TOGETHER) * TOGETHER
+
+
+@njit(nogil=True, cache=True)
+def _quantized(x: Any) -> Any:
+    count, width = x.shape
+    rows = padded(count)
+    codes = np.zeros((rows, width), np.int8)
+    scales = np.zeros((rows, width // PART), np.float32)
+    sums, halves = np.zeros_like(scales), np.zeros((rows, 2 * width // PART), np.float32)
+    _quantize(x, codes, scales, sums, halves)
+    return codes, scales, sums, halves
+
+
 def quantized(x: Float32) -> Activations:
     """`x [M, K]` float32 as bytes. A part of 32 with NaN or infinity gives products that are not finite.
 
     Raises ModelError unless x is float32 `[M, K]`, contiguous, with K a multiple of 32.
     """
+    _check(x)
+    return Activations(*_quantized(x))
+
+
+def _check(x: Float32) -> None:
     if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] % PART or not x.flags.c_contiguous:
         raise ModelError(
             f"Activations are contiguous float32 [M, K], K a multiple of {PART}, "
             f"not {x.dtype} of shape {list(x.shape)}."
         )
-    count, width = x.shape
-    rows = count if count % TOGETHER < 2 else -(-count // TOGETHER) * TOGETHER
-    parts = width // PART
-    made = np.zeros if rows > count else np.empty
-    given = Activations(
-        made((rows, width), np.int8),
-        made((rows, parts), np.float32),
-        made((rows, parts), np.float32),
-        made((rows, 2 * parts), np.float32),
-    )
-    _quantize(x, x.view(np.uint32), *given)
-    return given
 
 
 def _called(builder: Any, name: str, kind: Any, *given: Any) -> Any:
@@ -325,10 +336,15 @@ _WORDS = 11
 
 
 @njit(nogil=True, cache=True)
-def _multiply(cells: Any, given: Any, table: Any, out: Any) -> None:
-    """Activations times all matrices of a table, `out` flat: `[R, rows]` of one behind the other."""
-    codes, scales, sums, halves = given
-    start = 0
+def products(team: Any, x: Any, table: Any) -> Any:
+    """Activations `x [M, K]` float32, of at least one row, times all matrices of a `Matrices.table`: flat,
+    `[R, rows]` of one behind the other, where R is `padded(M)`.
+    """
+    codes, scales, sums, halves = _quantized(x)
+    total, start = 0, 0
+    for matrix in range(len(table)):
+        total += len(codes) * table[matrix, 2]
+    out = np.empty(total, np.float32)
     for matrix in range(len(table)):
         loop, tasks, rows, length, bounds, blocks = table[matrix]
         own = out[start : start + len(codes) * rows]
@@ -336,8 +352,9 @@ def _multiply(cells: Any, given: Any, table: Any, out: Any) -> None:
         words[0], words[1], words[2], words[3] = rows, length, codes.shape[0], codes.shape[1]
         words[4], words[5], words[6], words[7] = bounds, blocks, codes.ctypes.data, scales.ctypes.data
         words[8], words[9], words[10] = sums.ctypes.data, halves.ctypes.data, own.ctypes.data
-        fork(cells, loop, words.ctypes.data, tasks)
+        fork(team, loop, words.ctypes.data, tasks)
         start += len(own)
+    return out
 
 
 @lru_cache(512)
@@ -367,7 +384,7 @@ class Matrices:
         (self.width,) = widths
         self.rows = [len(blocks) for blocks in self.blocks]
         self._bounds = [_bounds(len(own), _TASK // own.shape[1]) for own in self.blocks]
-        self._table = np.array(
+        self.table = np.array(
             [
                 (_loop(kind, FORM), len(bounds) - 1, *own.shape, bounds.ctypes.data, own.ctypes.data)
                 for own, kind, bounds in zip(self.blocks, kinds, self._bounds, strict=True)
@@ -381,14 +398,16 @@ class Matrices:
         What is not finite in x, or in the scales of blocks, gives products that are not finite. Raises
         ModelError as `quantized`, and for another K.
         """
-        given = quantized(x)
+        _check(x)
         if x.shape[1] != self.width:
             raise ModelError(f"Rows of {self.width} weights cannot meet {x.shape[1]} activations.")
-        held = len(given.codes)
-        out = np.empty(held * sum(self.rows), np.float32)
-        _multiply(cells(), given, self._table, out)
-        found, start = [], 0
+        flat = products(cells(), x, self.table)
+        held, found, start = padded(len(x)), [], 0
         for rows in self.rows:
-            found.append(out[start : start + held * rows].reshape(held, rows)[: len(x)])
+            found.append(flat[start : start + held * rows].reshape(held, rows)[: len(x)])
             start += held * rows
         return found
+
+    def __deepcopy__(self, _: Any) -> Matrices:
+        """Itself: its numbers do not change, and the table holds their addresses."""
+        return self
