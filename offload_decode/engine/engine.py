@@ -15,6 +15,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig
 from offload_decode.engine.batching import answer_batch
 from offload_decode.engine.conversation import Conversation, Sampler
+from offload_decode.engine.crossover import decide
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import generate_name
@@ -71,7 +72,9 @@ class Engine(Conversation):
         check_placement(config.attend, config.device_cache, loaded.device)
         tell_of_indexer(loaded.model.config, opened.manifest.n_tokens)
         host = HostKV(opened, loaded.device, config.attend, config.device_cache)
-        return cls(loaded, opened, StoredPrefix.over(host, loaded.shape, config.selector, config.options))
+        prefix = StoredPrefix.over(host, loaded.shape, config.selector, config.options)
+        decide(prefix, loaded.shape)
+        return cls(loaded, opened, prefix)
 
     def new_cache(self) -> CorpusCache:
         """An empty tail behind the stored prefix, for a loop of your own or `generate(cache=…)`, which is

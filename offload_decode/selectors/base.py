@@ -70,6 +70,10 @@ class Selector(ABC):
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
         """At most `k ≤ N` tokens for each row, best first: a smaller budget takes a prefix of them."""
 
+    def takes_all(self, k: int) -> bool:
+        """Whether to attend to everything, because that is faster than to choose k tokens."""
+        return False
+
     def observe(self, layer: int, queries: Queries) -> None:  # noqa: B027 (most choose without looking ahead)
         """Sees the queries of every layer before any token is chosen for it, dense layers included."""
 

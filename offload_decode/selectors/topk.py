@@ -42,11 +42,13 @@ class Oracle(Selector):
 @dataclass(frozen=True)
 class Options(SelectorOptions):
     """`index`: the kind of index; `auto` is the clusters where they are built, else flat. `tail`: as for all,
-    or `auto`: `clusters` where these are searched, else `off`.
+    or `auto`: `clusters` where these are searched, else `off`. `crossover`: attend to everything where this
+    machine does that faster than it searches, which is measured once.
     """
 
     index: str = "auto"
     tail: str = "auto"
+    crossover: bool = False
 
 
 class TopK(Selector):
@@ -61,9 +63,15 @@ class TopK(Selector):
 
     def prepare(self) -> None:
         self.indexes = HeadIndexes(self.host.store, self.options.index)
+        self.largest_k = self.host.length  # that is searched for
+
+    def takes_all(self, k: int) -> bool:
+        return k > self.largest_k
 
     def report(self) -> dict[str, object]:
-        return {"index": self.indexes.describe()}
+        asked = [own.largest for own in self.budgets.values() if own is not None and not own.by_mass]
+        dense = {"attends": "to everything, which is faster here"} if any(map(self.takes_all, asked)) else {}
+        return {"index": self.indexes.describe(), **dense}
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The index's k best; with their scores where the index knows them exactly."""

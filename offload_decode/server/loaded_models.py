@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from offload_decode.common.memory import own_memory
 from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.crossover import decide
 from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
@@ -243,7 +244,9 @@ class LoadedModels:
         caps = self.settings.caps
         config = replace(self.settings.config, selector=selector, options=options)
         if host := self._hosts.get((entry.name, entry.digest)):
-            engine = Engine(loaded, host.store, StoredPrefix.over(host, loaded.shape, selector, options))
+            prefix = StoredPrefix.over(host, loaded.shape, selector, options)
+            decide(prefix, loaded.shape)
+            engine = Engine(loaded, host.store, prefix)
         else:
             engine = Engine.open(KVStore.open(path), loaded, config)
             with self._lock:  # `forget` walks through them

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from offload_decode.cli import compiling
 from offload_decode.cli.main import app
+from offload_decode.engine import engine
+from offload_decode.engine.crossover import decide
 from offload_decode.evals import answering
 from offload_decode.evals.side_by_side import WayAnswer
 from tests.processes import apart
@@ -41,6 +43,18 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+@pytest.fixture
+def crossover(monkeypatch):
+    """Lets a command attend to everything where that is faster, which it is in all stores here."""
+    monkeypatch.setattr(engine, "decide", decide)
+
+
+@pytest.fixture(autouse=True)
+def _searches(monkeypatch):
+    """Commands search the stores of tests, few as their tokens are."""
+    monkeypatch.setattr(engine, "decide", lambda *_: None)
 
 
 def run(*args: str | Path, stdin: str | bytes | None = None) -> Ran:

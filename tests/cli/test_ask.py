@@ -60,3 +60,10 @@ def test_a_wrong_estimate_is_refused(store):
     assert "off, auto, clusters or sample" in refused(2, "ask", store, *ASK, "-o", "tail=mean")
     for size in ("70000", "1" + 30 * "0"):
         assert "from 2 to 65536" in refused(2, "ask", store, *ASK, "-o", f"tail=sample:{size}")
+
+
+def test_everything_is_attended_to_where_that_is_faster_unless_a_search_is_asked_for(store, crossover):
+    for options, dense in ((), True), (("-o", "index=flat"), False), (("-o", "crossover=no"), False):
+        told = json_of("ask", store, "Who?", "--max-new-tokens", "2", "-o", "budget=7", *options)
+        assert ("attends" in told["search"]) == dense
+        assert (told["stats"]["selected"] == told["stats"]["rows"] * told["stored_tokens"]) == dense
