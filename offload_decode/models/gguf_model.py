@@ -33,7 +33,13 @@ _IN_BF16 = not features().isdisjoint(("avx512bf16", "amx-bf16", "bf16"))
 
 
 class BlockLinear(nn.Module):
-    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`."""
+    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`.
+
+    The products of `wide` ones are float32, whatever the input is: to round the logits of a vocabulary takes
+    as long as a layer.
+    """
+
+    wide = False
 
     def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
         super().__init__()
@@ -50,7 +56,8 @@ class BlockLinear(nn.Module):
             out = self._by_tiles(rows)
         if self.bias is not None:
             out = out + self.bias
-        return out.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
+        dtype = torch.float32 if self.wide else input.dtype
+        return out.to(dtype).reshape(*input.shape[:-1], self.out_features)
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
         dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
@@ -198,7 +205,9 @@ def _put_blocks(model: Any, file: _File, dtype: torch.dtype) -> None:
         if type(module) is nn.Linear:
             if found := file.in_blocks(name, (module.out_features, module.in_features)):
                 parent, _, own = path.rpartition(".")
-                setattr(model.get_submodule(parent), own, BlockLinear(*found, module.bias))
+                made = BlockLinear(*found, module.bias)
+                made.wide = module is output
+                setattr(model.get_submodule(parent), own, made)
         elif module is table and (
             found := file.in_blocks(name, (module.num_embeddings, module.embedding_dim))
         ):

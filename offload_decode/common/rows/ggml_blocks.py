@@ -338,6 +338,7 @@ def _unpacking(kind: int) -> Any:
 
 
 _TASK = 1 << 18  # weights: some tens of microseconds, beside which the start of a task is nothing
+_LEAST = 1 << 14  # which are unpacked before another thread has woken up
 
 
 def unpack(blocks: Blocks, kind: int, out: npt.NDArray[Any]) -> None:
@@ -358,7 +359,7 @@ def unpack(blocks: Blocks, kind: int, out: npt.NDArray[Any]) -> None:
             f"shape {[len(blocks), width]}, not to {out.dtype} of shape {list(out.shape)}."
         )
     loop, count = _unpacking(kind), len(blocks) * width // form.weights
-    step = max(1, min(_TASK // form.weights, -(-count // threads.THREADS)))
+    step = max(_LEAST // form.weights, min(_TASK // form.weights, -(-count // threads.THREADS)))
     tasks = [(first, min(first + step, count)) for first in range(0, count, step)]
     if tasks:
         given, flat = as_bytes(blocks), out.reshape(-1)

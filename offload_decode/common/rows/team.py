@@ -289,10 +289,13 @@ def cells() -> npt.NDArray[np.int64]:
     for other in others:
         other.start()
 
+    here = os.getpid()
+
     def end() -> None:
-        _stop(own)
-        for other in others:
-            other.join(1.0)
+        if os.getpid() == here:  # a forked child has none of these threads
+            _stop(own)
+            for other in others:
+                other.join(1.0)
 
     atexit.register(end)
     return own

@@ -1,0 +1,167 @@
+"""The same GGUF file and text in llama.cpp and here: `python -m benchmarks.beside_llama FILE TEXT --llama PY`.
+
+PY is an interpreter that has llama-cpp-python, built on this machine: `pip install --no-binary :all:
+llama-cpp-python`. For each length it prints the prefill, how long the first token of a saved text takes, and
+milliseconds a token with the divergence from dense attention (nats, mean over the same forced tokens). Stores
+stay in `--out`, and are made by `prefill` and `index` where they are missing. Let nothing else run beside it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.history import table
+from offload_decode.engine.engine import Engine
+from offload_decode.evals.haystack import Haystack
+from offload_decode.models.loading import load
+
+TOOL = str(Path(sys.executable).with_name("offload-decode"))
+FORCED, WARM = 32, 4
+QUESTION = "Who speaks to whom here, and about what?"
+THEIRS = """
+import json, resource, sys, time
+from llama_cpp import Llama
+file, text, length, threads, tokens, folder = *sys.argv[1:3], *map(int, sys.argv[3:6]), sys.argv[6]
+def timed(work):
+    began = time.perf_counter()
+    made = work()
+    return made, time.perf_counter() - began
+def opened():
+    return Llama(model_path=file, n_ctx=length + 512, n_threads=threads, n_threads_batch=threads,
+                 flash_attn=True, verbose=False)
+model, open_s = timed(opened)
+ids = model.tokenize(open(text, "rb").read())[:length]
+_, prefill_s = timed(lambda: model.eval(ids))
+state = model.save_state()
+model = None
+began = time.perf_counter()
+model = opened()
+model.load_state(state)
+model.eval(model.tokenize(b"\\nQuestion: " + QUESTION + b"\\nAnswer:", add_bos=False))
+first_s = time.perf_counter() - began
+steps = [timed(lambda: model.eval([token]))[1] for token in ids[100:100 + tokens]]
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+found = dict(tokens=len(ids), open_s=open_s, prefill_s=prefill_s, first_s=first_s, steps=steps, peak=peak)
+print(json.dumps(found))
+"""
+
+
+def theirs(llama: str, model: Path, text: Path, length: int, threads: int) -> dict[str, Any]:
+    """llama.cpp in a process of its own."""
+    program = THEIRS.replace("QUESTION", repr(QUESTION.encode()))
+    given = [str(model), str(text), *map(str, (length, threads, FORCED)), str(text.parent)]
+    ran = subprocess.run([llama, "-c", program, *given], check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def prepared(model: Path, text: Path, length: int, out: Path) -> tuple[Path, Path]:
+    """So many tokens of a text, and their store with its index."""
+    cut, store = out / f"{model.stem}-{length}.txt", out / f"{model.stem}-{length}.kv"
+    if not cut.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        whole = Haystack(text.name, text.read_text(encoding="utf-8"))
+        cut.write_text(whole.cut(load(str(model)).tokenizer, length), encoding="utf-8")
+    began = time.perf_counter()
+    if not store.exists():
+        subprocess.run([TOOL, "prefill", cut, "--model", model, "--out", store, "--quiet"], check=True)
+        store.with_suffix(".seconds").write_text(str(time.perf_counter() - began), encoding="utf-8")
+    subprocess.run([TOOL, "index", store, "--quiet"], check=True)
+    return cut, store
+
+
+def first_token(store: Path) -> float:
+    """Seconds of `ask` for one token, imports and all: the quickest of three."""
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        command = [TOOL, "ask", store, QUESTION, "--max-new-tokens", "1"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def decoded(store: Path, selector: str, tokens: list[int], **options: str) -> tuple[float, torch.Tensor, str]:
+    """Median milliseconds a forced token, the logits, and what the selector has to say."""
+    engine = Engine.open(store, selector=selector, options=options)
+    engine.ask(QUESTION)
+    logits, seconds = [], []
+    for token in tokens:
+        began = time.perf_counter()
+        logits.append(engine.extend([token]))
+        seconds.append(time.perf_counter() - began)
+    dense = "attends" in engine.prefix.selector.report()
+    return 1000 * median(seconds[WARM:]), torch.stack(logits), " (dense)" if dense else ""
+
+
+def asked_together(store: Path, count: int, **options: str) -> float:
+    """Tokens a second of so many questions at once."""
+    engine = Engine.open(store, options=options)
+    questions = [f"{QUESTION} Part {number}." for number in range(count)]
+    engine.answer_many(questions[:2], 2, count)
+    began = time.perf_counter()
+    answers = engine.answer_many(questions, FORCED, count)
+    return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - began)
+
+
+def divergence(dense: torch.Tensor, other: torch.Tensor) -> float:
+    """KL of the next token from dense attention, in nats, mean over tokens."""
+    own, theirs = dense.log_softmax(-1), other.log_softmax(-1)
+    return float((own.exp() * (own - theirs)).sum(-1).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--llama", required=True, metavar="PYTHON")
+    parser.add_argument("--lengths", default="4096,16384", help="tokens of the text, with commas between")
+    parser.add_argument("--budgets", default="64,2%,1024")
+    parser.add_argument("--together", type=int, default=16, metavar="N", help="questions at once")
+    parser.add_argument("--out", type=Path, default=Path("beside-llama"))
+    given = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+    for length in map(int, given.lengths.split(",")):
+        text, store = prepared(given.model, given.text, length, given.out)
+        other = theirs(given.llama, given.model, text, length, threads)
+        tokens = load(str(given.model)).tokenizer(text.read_text())["input_ids"][100 : 100 + FORCED]
+        step = 1000 * median(other["steps"][WARM:])
+        dense_ms, dense, _ = decoded(store, "dense", tokens)
+        rows = [
+            ["llama.cpp", f"{step:.1f}", "1", ""],
+            ["dense", f"{dense_ms:.1f}", f"{step / dense_ms:.2f}", "0"],
+        ]
+        for budget in given.budgets.split(","):
+            for crossover in ("no", "yes"):
+                ms, logits, how = decoded(store, "topk", tokens, budget=budget, crossover=crossover)
+                if crossover == "yes" and not how:
+                    continue
+                kl = f"{divergence(dense, logits):.2g}"
+                rows.append([f"`topk` {budget}{how}", f"{ms:.1f}", f"{step / ms:.2f}", kl])
+        print(f"\n{length:,} tokens, {threads} threads\n")
+        print(table(["way", "ms a token", "x llama.cpp", "KL"], rows))
+        print(f"\nprefill, tokens/s: llama.cpp {other['tokens'] / other['prefill_s']:.0f}", end="")
+        if (seconds := store.with_suffix(".seconds")).exists():
+            print(f", here {length / float(seconds.read_text()):.0f}, all of the command", end="")
+        print(f"\nfirst token behind the saved text: llama.cpp {other['first_s']:.1f} s", end="")
+        print(f" in a process that runs, here {first_token(store):.1f} s as a command")
+        if given.together:
+            speed = asked_together(store, given.together, budget="64", crossover="yes")
+            print(
+                f"{given.together} questions at once: {speed:.0f} tokens/s, {speed * step / 1000:.1f}x llama.cpp's"
+            )
+        print(f"memory of llama.cpp: {other['peak'] / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
