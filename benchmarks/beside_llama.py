@@ -1,4 +1,4 @@
-"""The same GGUF file and text in llama.cpp and here: `python -m benchmarks.beside_llama FILE TEXT --llama PY`.
+"""One GGUF file and one text in llama.cpp and here: `python -m benchmarks.beside_llama FILE TEXT --llama PY`.
 
 PY is an interpreter that has llama-cpp-python, built on this machine: `pip install --no-binary :all:
 llama-cpp-python`. For each length it prints the prefill, how long the first token of a saved text takes, and
@@ -157,9 +157,8 @@ def main() -> None:
         print(f" in a process that runs, here {first_token(store):.1f} s as a command")
         if given.together:
             speed = asked_together(store, given.together, budget="64", crossover="yes")
-            print(
-                f"{given.together} questions at once: {speed:.0f} tokens/s, {speed * step / 1000:.1f}x llama.cpp's"
-            )
+            print(f"{given.together} questions at once: {speed:.0f} tokens/s,", end="")
+            print(f" {speed * step / 1000:.1f}x one question in llama.cpp")
         print(f"memory of llama.cpp: {other['peak'] / 1e9:.2f} GB")
 
 

@@ -135,16 +135,23 @@ _GROWING = "prefill"
 
 
 class _Pace:
-    """Of a stage: elapsed seconds, fitted as a (n - first) + b (n² - first²), with b where it grows."""
+    """Of a stage: elapsed seconds, fitted as a (n - start) + b (n² - start²), with b where it grows, from the
+    end of the first step on: this one may compile loops, and read what is mapped.
+    """
 
     def __init__(self, first: int, grows: bool, began: float):
         self.first, self.grows, self.began = first, grows, began
+        self._start: tuple[int, float] | None = None
         self._sums = [0.0] * 5  # of u², v², u v, u t, v t
 
     def left(self, done: int, total: int, now: float) -> float | None:
         """Seconds until `total`, where `done` are done now; None before there is anything to judge by."""
-        u, v = float(done - self.first), float(done**2 - self.first**2)
-        t = now - self.began
+        if self._start is None:
+            if done > self.first:
+                self._start = done, now
+            return 0.0 if done == total else None
+        start, since = self._start
+        u, v, t = float(done - start), float(done**2 - start**2), now - since
         terms = u * u, v * v, u * v, u * t, v * t
         self._sums = [held + term for held, term in zip(self._sums, terms, strict=True)]
         uu, vv, uv, ut, vt = self._sums

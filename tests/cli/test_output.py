@@ -98,12 +98,17 @@ def test_what_is_left_of_a_dense_prefill_grows_with_its_square(first):
     assert left == pytest.approx(spent(16000) - spent(done), rel=0.01)
 
 
-def test_what_is_left_of_other_stages_follows_their_mean():
+def test_what_is_left_of_other_stages_follows_their_mean_after_the_first_step():
+    """Which compiles loops: an index of 48 heads would have promised 17 minutes, and took half a one."""
     pace = output._Pace(0, grows=False, began=0.0)
     assert pace.left(0, 100, 0.0) is None
-    assert pace.left(10, 100, 3.0) == pytest.approx(27.0)
+    assert pace.left(10, 100, 30.0) is None
+    assert pace.left(20, 100, 33.0) == pytest.approx(24.0)
+    assert pace.left(30, 100, 36.0) == pytest.approx(21.0)
     uneven = output._Pace(0, grows=True, began=0.0)  # it grew faster at first: no time is below zero
-    assert [uneven.left(done, 100, now) for done, now in ((10, 9.0), (20, 10.0), (30, 11.0))][-1] > 0
+    steps = (5, 1.0), (10, 9.0), (20, 10.0), (30, 11.0)
+    assert [uneven.left(done, 100, now) for done, now in steps][-1] > 0
+    assert output._Pace(0, grows=False, began=0.0).left(1, 1, 2.0) == 0.0
 
 
 def test_on_a_terminal_progress_is_a_transient_bar(monkeypatch, capsys):
