@@ -47,10 +47,8 @@ class AskOptions:
     def __post_init__(self) -> None:
         cache = 0 if self.device_cache is None else byte_count(self.device_cache)
         options = split_pairs(self.option or [])
-        if self.selector == "topk" and not {"index", "tail"} & options.keys():  # where no way is asked for
-            options = {"crossover": "yes", **options}
         self.config = EngineConfig(
-            self.model, self.selector, options, self.device, self.weights, self.attend, cache
+            self.model, self.selector, options, self.device, self.weights, self.attend, cache, crossover=True
         )
 
     @property

@@ -27,7 +27,7 @@ class EngineConfig:
     `cuda:N`. weights: `auto` (as prefilled), `full` (the checkpoint's own, unpacked), `int8` or `int4`.
     attend: to stored tokens on the `host`; on the `device`; there, reading them in `pinned` memory of the
     host; or where that is fastest, `auto`. device_cache: bytes of the device that keep the stored rows used
-    last.
+    last. crossover: attend to everything where a search would be slower (`engine.crossover`), as commands do.
     """
 
     model: str | None = None
@@ -37,6 +37,7 @@ class EngineConfig:
     weights: str = "auto"
     attend: str = "auto"
     device_cache: int = 0
+    crossover: bool = False
 
     def __post_init__(self) -> None:
         if self.weights == STREAMED:

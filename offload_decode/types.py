@@ -243,6 +243,13 @@ class StepStats:
         yield
         setattr(self, stage, getattr(self, stage) + time.perf_counter() - began)
 
+    def take(self, seconds: float, searching: float, read: int) -> None:
+        """Take in attention on the host that read so many bytes, a share of whose time went to the search."""
+        self.search_s += seconds * searching
+        self.attend_s += seconds * (1 - searching)
+        self.bytes_moved += read
+        self.attended["host"] = self.attended.get("host", 0) + 1
+
     def add_tail_error(self, mean: float, rows: int) -> None:
         """Take the mean of further rows into `tail_error`."""
         self.tail_rows += rows

@@ -48,12 +48,13 @@ def estimate_layer(team: Any, heads: Any, given: Any, per_task: int, out: Any, l
     -inf where nothing is left. `wrong[0]` becomes 1 for an id that is out of range. team: `team.cells()`.
     """
     heads_of, rows = given.queries.shape[:2]
-    body, data = closure(_estimate_task, (heads, given, per_task, out, lse, wrong))
+    body, data = closure(estimate_task, (heads, given, per_task, out, lse, wrong))
     fork(team, body, data, heads_of * -(-rows // per_task))
 
 
 @njit(nogil=True, cache=True)
-def _estimate_task(task: int, heads: Any, given: Any, per_task: int, out: Any, lse: Any, wrong: Any) -> None:
+def estimate_task(task: int, heads: Any, given: Any, per_task: int, out: Any, lse: Any, wrong: Any) -> None:
+    """A task of `estimate_layer`: some rows of a head."""
     rows, dim = given.queries.shape[1:]
     tasks = -(-rows // per_task)
     head, group = task // tasks, task % tasks

@@ -138,6 +138,20 @@ class ClusteredIndex(ApproximateIndex):
         return Hits(hits.ids[0], hits.scores[0])
 
     @classmethod
+    def at_once(cls, heads: Sequence[Self], rows: int, k: int) -> tuple[Heads, int] | None:
+        """What `search_task` takes to search each head in one part, and how many rows a task has, where an
+        estimate may follow; None for rows that share more apart, and where heads are searched in another way.
+        """
+        if not rows or not all(head._prunes(k) for head in heads):
+            return None
+        own = _together(heads, np.array([head.deviations_for(k) for head in heads], np.float32))
+        together = min(_rows_of_a_task(k), rows_of_a_task(int(own.sizes[:, 3].max())))
+        if rows > together:
+            return None
+        per_task = min(rows, max(QUERIES, ceil(len(heads) * rows / threads.THREADS)))
+        return (own, per_task) if _parts(own, len(heads) * -(-rows // per_task)) == 1 else None
+
+    @classmethod
     def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
         """As `VectorIndex.search_heads`, in one compiled call for each thread."""
         check_heads(heads, queries)
@@ -202,6 +216,10 @@ class ClusteredIndex(ApproximateIndex):
         own: Summaries = self._native.summaries
         return own
 
+    def means_of(self, value_dim: int) -> bool:
+        """Whether the summaries are of values so wide."""
+        return int(self.summaries.cells.shape[1]) == value_dim + SCALE_BYTES
+
     @property
     def summarized(self) -> bool:
         summaries = self._native.summaries if len(self) else None
@@ -233,7 +251,7 @@ class ClusteredIndex(ApproximateIndex):
         fits = known.shape[:2] == ids.shape[:2] == queries.shape[:2] and known.shape[2] in (0, ids.shape[2])
         if not (fits and all(head.summarized and head.dim == heads[0].dim for head in heads)):
             raise InvalidIndexInput("An estimate needs summarized heads, and ids for each of their queries.")
-        if any(head.summaries.cells.shape[1] != value_dim + SCALE_BYTES for head in heads):
+        if not all(head.means_of(value_dim) for head in heads):
             raise IndexDamaged(OTHER_MEANS)
         own = _together(heads, np.zeros(len(heads), np.float32))
         given = Given(queries, ids, known, np.float32(scaling), np.float32(softcap or 0))
@@ -359,7 +377,7 @@ def _searched(
     together = _together(heads, np.array(deviations, np.float32))
     per_task = min(_rows_of_a_task(k), max(QUERIES, ceil(count * rows / threads.THREADS)))
     tasks = count * -(-rows // per_task)
-    parts = max(1, min(threads.THREADS // tasks, int(together.sizes[:, 0].min()) // _CELLS_OF_A_PART))
+    parts = _parts(together, tasks)
     best = _in_parts(together, queries, k, per_task, parts)
     if parts > 1 and (best.seen.sum(axis=0) < candidates_for(k)).any():
         # The predicted threshold found too few keys: find one in all of a head's cells.
@@ -368,6 +386,11 @@ def _searched(
     if not np.isfinite(hits.scores).all():
         raise InvalidIndexInput(NOT_FINITE)
     return hits
+
+
+def _parts(heads: Heads, tasks: int) -> int:
+    """Parts of the cells of a head, where threads would idle with so many tasks."""
+    return max(1, min(threads.THREADS // tasks, int(heads.sizes[:, 0].min()) // _CELLS_OF_A_PART))
 
 
 def _together(heads: Sequence[ClusteredIndex], deviations: Float32) -> Heads:

@@ -163,14 +163,15 @@ def search_layer(
     """The k best keys of every head for its `queries [H, R, D]`, to `best`, whose first dimension is the
     parts of a head's cells. Of several parts the thresholds are `predicted` for all. team: `team.cells()`.
     """
-    body, data = closure(_search_task, (heads, queries, k, per_task, predicted, best))
+    body, data = closure(search_task, (heads, queries, k, per_task, predicted, best))
     fork(team, body, data, len(best.ids) * len(queries) * -(-queries.shape[1] // per_task))
 
 
 @njit(nogil=True, cache=True)
-def _search_task(
+def search_task(
     task: int, heads: Any, queries: Any, k: int, per_task: int, predicted: Any, best: Any
 ) -> None:
+    """A task of `search_layer`: some rows of a head, or of a part of its cells."""
     rows, dim = queries.shape[1:]
     parts, tasks = len(best.ids), -(-rows // per_task)
     part, head, group = task % parts, task // parts // tasks, task // parts % tasks

@@ -129,7 +129,7 @@ def _attend_layer(
     for part in range(1, len(out)):
         for head in range(lse.shape[1]):
             for r in range(lse.shape[2]):
-                _merge(out[0, head, r], lse[0, head], out[part, head, r], lse[part, head, r], r)
+                merge_row(out[0, head, r], lse[0, head], out[part, head, r], lse[part, head, r], r)
 
 
 @njit(nogil=True, cache=True)
@@ -155,7 +155,7 @@ def _attend_task(
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
-def _merge(out: Any, lse: Any, other: Any, lse_of_other: Any, r: int) -> None:
+def merge_row(out: Any, lse: Any, other: Any, lse_of_other: Any, r: int) -> None:
     """The state of another part into row `r`: `queries.merge_states`."""
     if lse_of_other == -np.inf:
         return

@@ -179,12 +179,12 @@ def _attend_layer(
     """All rows of all heads; `read` gets how many different tokens each task read, -1 for an id out of
     range.
     """
-    body, data = closure(_attend_task, (query, keys, values, named, logits, limits, per_task, state, read))
+    body, data = closure(attend_task, (query, keys, values, named, logits, limits, per_task, state, read))
     fork(team, body, data, len(query) * -(-query.shape[1] // per_task))
 
 
 @njit(nogil=True, cache=True)
-def _attend_task(
+def attend_task(
     task: int,
     query: Any,
     keys: Any,
@@ -196,6 +196,7 @@ def _attend_task(
     state: Any,
     read: Any,
 ) -> None:
+    """A task of `attend_tokens`: some rows of a head."""
     rows = query.shape[1]
     tasks = -(-rows // per_task)
     head, part = task // tasks, task % tasks

@@ -45,10 +45,14 @@ class Crossover:
         return min(longest, self.tokens)
 
 
-def decide(prefix: StoredPrefix, shape: ModelShape) -> None:
-    """Let `topk` with the option `crossover` attend to everything on a host, where that is faster."""
+def decide(prefix: StoredPrefix, shape: ModelShape, wanted: bool) -> None:
+    """Let `topk` attend to everything on a host, where that is faster, and `wanted` or its option says so."""
     selector, host = prefix.selector, prefix.host
-    if not isinstance(selector, TopK) or not selector.options.crossover or host.device.type != "cpu":
+    if not isinstance(selector, TopK) or host.device.type != "cpu":
+        return
+    asked = selector.options.crossover
+    as_usual = selector.options.index == selector.options.tail == "auto"
+    if asked == "no" or (asked == "auto" and not (wanted and as_usual)):
         return
     index = selector.indexes.kind
     if host.length < _LEAST:

@@ -73,7 +73,7 @@ class Engine(Conversation):
         tell_of_indexer(loaded.model.config, opened.manifest.n_tokens)
         host = HostKV(opened, loaded.device, config.attend, config.device_cache)
         prefix = StoredPrefix.over(host, loaded.shape, config.selector, config.options)
-        decide(prefix, loaded.shape)
+        decide(prefix, loaded.shape, config.crossover)
         return cls(loaded, opened, prefix)
 
     def new_cache(self) -> CorpusCache:

@@ -22,6 +22,7 @@ from offload_decode.selectors import unselected as tails
 from offload_decode.selectors.base import Selector
 from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.budgets import SELECTED_IDS
+from offload_decode.selectors.one_pass import OnePass
 from offload_decode.selectors.registry import create
 from offload_decode.selectors.unselected import Tail
 from offload_decode.types import AttentionState, ModelShape, PageSelection, Selection, StepStats
@@ -46,6 +47,7 @@ class StoredPrefix:
         self.length = host.length  # stored tokens
         self.whole_generated = chosen.selector.whole_generated
         self._kv_heads = chosen.selector.shape.kv_heads
+        self.one_pass = OnePass.of(host, chosen, tail)
         self.stats = StepStats()
         self.watches: tuple[Watch, ...] = ()
         self.ends: tuple[int, ...] = ()
@@ -129,8 +131,24 @@ class StoredPrefix:
     def _attend_part(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         self.host.store.check_mapped(layer)
         began = time.perf_counter()
-        selection = on_host(self.chosen.select(layer, queries))
-        self.stats.search_s += time.perf_counter() - began
+        attended = None if self.one_pass is None else self.one_pass.attend(layer, queries)
+        selection: Selection | PageSelection
+        if attended is not None:
+            selection, state = attended.selection, attended.state
+            self.stats.take(time.perf_counter() - began, attended.searching, attended.read)
+            self._count(layer, queries, selection)
+        else:
+            selection = on_host(self.chosen.select(layer, queries))
+            self.stats.search_s += time.perf_counter() - began
+            state = self._attend_selected(layer, queries, selection)
+        for watch, last in zip(self.watches, watched, strict=True):
+            watch.see(layer, last, queries, selection, state)
+        return state
+
+    def _attend_selected(
+        self, layer: int, queries: Queries, selection: Selection | PageSelection
+    ) -> AttentionState:
+        """With what is left out estimated, where that is asked for."""
         left_out = self._count(layer, queries, selection)
         state = self.host.attend(layer, queries, selection, self.stats)
         if self.tail is not None and left_out:
@@ -140,8 +158,6 @@ class StoredPrefix:
                 if rest.deviation is not None:
                     relative = (rest.deviation - state.lse).exp()
                     self.stats.add_tail_error(float(relative.mean()), relative.numel())
-        for watch, last in zip(self.watches, watched, strict=True):
-            watch.see(layer, last, queries, selection, state)
         return state
 
     def _count(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> int:

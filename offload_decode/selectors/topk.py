@@ -39,16 +39,20 @@ class Oracle(Selector):
         return top_inner_products(queries.vectors, self.host.layer_keys(layer), k)
 
 
+CROSSOVER = ("auto", "yes", "no")
+
+
 @dataclass(frozen=True)
 class Options(SelectorOptions):
     """`index`: the kind of index; `auto` is the clusters where they are built, else flat. `tail`: as for all,
     or `auto`: `clusters` where these are searched, else `off`. `crossover`: attend to everything where this
-    machine does that faster than it searches, which is measured once.
+    machine does that faster than it searches, which is measured once: `yes`, `no`, or `auto`, which is yes in
+    commands unless an index or a tail is asked for.
     """
 
     index: str = "auto"
     tail: str = "auto"
-    crossover: bool = False
+    crossover: str = "auto"
 
 
 class TopK(Selector):
@@ -64,6 +68,10 @@ class TopK(Selector):
     def prepare(self) -> None:
         self.indexes = HeadIndexes(self.host.store, self.options.index)
         self.largest_k = self.host.length  # that is searched for
+        if self.options.crossover not in CROSSOVER:
+            raise ConfigError(
+                f"crossover '{self.options.crossover}' is unknown: choose {', '.join(CROSSOVER)}"
+            )
 
     def takes_all(self, k: int) -> bool:
         return k > self.largest_k

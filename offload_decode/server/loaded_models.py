@@ -245,7 +245,7 @@ class LoadedModels:
         config = replace(self.settings.config, selector=selector, options=options)
         if host := self._hosts.get((entry.name, entry.digest)):
             prefix = StoredPrefix.over(host, loaded.shape, selector, options)
-            decide(prefix, loaded.shape)
+            decide(prefix, loaded.shape, config.crossover)
             engine = Engine(loaded, host.store, prefix)
         else:
             engine = Engine.open(KVStore.open(path), loaded, config)

@@ -161,6 +161,11 @@ def by_one_worker(
         yield number, worker.do(one).result
 
 
+def rounded(value: Any) -> Any:
+    """Shares of other passes differ by float32's rounding."""
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 6))
+
+
 def test_ask_puts_its_question_to_workers(url, bucket, tmp_path, monkeypatch):
     """Of a collection in a bucket and of one here: the answers are those of this process, in their order."""
     monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
@@ -171,7 +176,9 @@ def test_ask_puts_its_question_to_workers(url, bucket, tmp_path, monkeypatch):
         ran = done("ask", place, *how, "--workers", "ray")
         found = json.loads(ran.out)["answers"]
         what = ("document", "answer", "tokens", "finish", "citations")
-        assert [[one[key] for key in what] for one in found] == [[one[key] for key in what] for one in alone]
+        assert [[rounded(one[key]) for key in what] for one in found] == [
+            [rounded(one[key]) for key in what] for one in alone
+        ]
         assert [one["stats"]["selected"] for one in found] == [one["stats"]["selected"] for one in alone]
     assert len(kept()) == 3, "fetched, and into no other cache"
     shown = run("ask", url, "Which word is beta?", "--all", "--max-new-tokens", "3", "--workers", "ray")

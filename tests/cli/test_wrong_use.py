@@ -10,7 +10,7 @@ import pytest
 from offload_decode.cli.options import byte_count, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
-from tests.cli.conftest import MAIN, done, refused, run
+from tests.cli.conftest import MAIN, done, refused
 from tests.cli.test_batch import refused_batch
 from tests.processes import apart
 
@@ -155,6 +155,6 @@ def test_links_that_lead_nowhere_stop_no_inspection(copy):
 
 def test_a_command_ends_silently(store):
     asked = ["ask", str(store), "Why?", "--max-new-tokens", "1"]
-    assert run(*asked).code == 0  # from here on its loops are compiled
+    assert apart(MAIN, *asked).returncode == 0  # from here on its loops are compiled
     ran = apart(MAIN, *asked)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -50,15 +50,23 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(user_cache, "_known", {})
 
 
-def asked(store, loaded, **options):
-    return Engine.open(store, loaded, options={"budget": str(BUDGET), "dense_layers": "", **options})
+def asked(store, loaded, wanted=False, **options):
+    own = {"budget": str(BUDGET), "dense_layers": "", **options}
+    return Engine.open(store, loaded, options=own, crossover=wanted)
 
 
 @pytest.mark.parametrize(("found", "attended"), [(SLOWER, N), (replace(SLOWER, dense_s=1.0), BUDGET)])
 def test_everything_is_attended_to_where_that_is_faster(store, loaded, found, attended, monkeypatch):
     monkeypatch.setattr(crossover, "measure", lambda *_: found)
-    for options, selected in ({"crossover": "yes"}, attended), ({}, BUDGET):
-        engine = asked(store, loaded, **options)
+    for wanted, options, selected in (
+        (False, {"crossover": "yes"}, attended),
+        (True, {}, attended),
+        (True, {"crossover": "no"}, BUDGET),
+        (True, {"index": "clusters"}, BUDGET),
+        (True, {"tail": "off"}, BUDGET),
+        (False, {}, BUDGET),
+    ):
+        engine = asked(store, loaded, wanted, **options)
         engine.ask("Who?")
         stats = engine.prefix.take_stats()
         assert stats.selected == selected * stats.rows

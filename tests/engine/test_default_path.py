@@ -8,6 +8,7 @@ from offload_decode.common.errors import OffloadDecodeWarning, VectorIndexError
 from offload_decode.engine.engine import Engine
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.models.loading import wrap
+from offload_decode.selectors.one_pass import OnePass
 from tests.long_stores import FORMS, TOKENS, cells_read, long_store, rebuilt
 from tests.store.jobs import flipped
 from tests.store.test_bit_flips import verified
@@ -38,13 +39,20 @@ def logits(engine):
 def test_a_question_and_its_answer_search_clusters_and_leave_cells_out(asked, monkeypatch):
     engine = opened(asked)
     searched = []
-    search = ClusteredIndex.search_heads.__func__
+    search, attend = ClusteredIndex.search_heads.__func__, OnePass.attend
 
     def spied(cls, heads, queries, k):
         searched.append((len(heads), queries.copy(), k))
         return search(cls, heads, queries, k)
 
+    def spied_at_once(self, layer, queries):
+        attended = attend(self, layer, queries)
+        if attended is not None:
+            searched.append((len(queries.vectors), queries.vectors.numpy(), attended.selection.ids.shape[2]))
+        return attended
+
     monkeypatch.setattr(ClusteredIndex, "search_heads", classmethod(spied))
+    monkeypatch.setattr(OnePass, "attend", spied_at_once)
     engine.answer(QUESTIONS[0], max_new_tokens=3)
     assert len(searched) == 2 * 3, "two layers, for the question and for each token but the last"
     assert {k for _, _, k in searched} == {BUDGET}

@@ -234,7 +234,7 @@ def _nothing(cells: Any) -> Any:
 def _serve(cells: Any) -> None:
     """What a thread does until it is told to stop."""
     time = np.zeros(2, np.int64)
-    since = _now(time)
+    since = now(time)
     while _load(cells, _STOP) == 0:
         worked = False
         for slot in range(_FIRST, _FIRST + SLOTS * _SIZE, _SIZE):
@@ -245,8 +245,8 @@ def _serve(cells: Any) -> None:
                     worked = True
                 _add(cells, slot + _ACTIVE, -1)
         if worked:
-            since = _now(time)
-        elif _now(time) - since < _PATIENCE:
+            since = now(time)
+        elif now(time) - since < _PATIENCE:
             _give_way()
         else:
             _lock(_at(cells, _MUTEX))
@@ -255,11 +255,12 @@ def _serve(cells: Any) -> None:
                 _wait(_at(cells, _WOKEN), _at(cells, _MUTEX))
             _add(cells, _ASLEEP, -1)
             _unlock(_at(cells, _MUTEX))
-            since = _now(time)
+            since = now(time)
 
 
 @njit(nogil=True, cache=True)
-def _now(time: Any) -> Any:
+def now(time: Any) -> Any:
+    """Nanoseconds of a steady clock; `time` is int64 `[2]`, to write to."""
     _clock(_MONOTONIC, time.ctypes)
     return time[0] * 1_000_000_000 + time[1]
 

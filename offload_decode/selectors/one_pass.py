@@ -1,0 +1,158 @@
+"""`topk` behind clusters on a host in one compiled call: the search, attention to what it found, and the
+estimate of the rest, which are else three calls with a dozen small operations between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+
+from offload_decode.attention.host_dense import merge_row
+from offload_decode.attention.host_tokens import ENTRIES, SPARSE, Logits, Named, State, attend_task
+from offload_decode.attention.queries import Queries
+from offload_decode.common.rows.team import cells, closure, fork, now
+from offload_decode.indexes.clusters.estimate import Given, estimate_task
+from offload_decode.indexes.clusters.index import ClusteredIndex
+from offload_decode.indexes.clusters.search import UNPREDICTED, Best, search_task
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.budgeted import Budgeted
+from offload_decode.selectors.topk import TopK
+from offload_decode.selectors.unselected import ClusterEstimate, Tail
+from offload_decode.types import AttentionState, Selection
+
+
+@dataclass(frozen=True)
+class Attended:
+    """A state `[Hkv, R, …]` over the stored tokens, what was selected, the bytes of the values read, and the
+    share of the time that the search took.
+    """
+
+    state: AttentionState
+    selection: Selection
+    read: int
+    searching: float
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """Of one prefix; `attend` gives what the selector, the host and the estimate give one after the other."""
+
+    host: HostKV
+    chosen: Budgeted
+    tail: ClusterEstimate | None
+
+    @classmethod
+    def of(cls, host: HostKV, chosen: Budgeted, tail: Tail | None) -> OnePass | None:
+        """None where other ways of choosing or estimating are asked for, or a device."""
+        selector = chosen.selector
+        searches = isinstance(selector, TopK) and selector.indexes.kind == "clusters"
+        if not searches or host.device.type != "cpu":
+            return None
+        if tail is None:
+            return cls(host, chosen, None)
+        return cls(host, chosen, tail) if isinstance(tail, ClusterEstimate) and tail.built else None
+
+    def attend(self, layer: int, queries: Queries) -> Attended | None:
+        """None where this layer's heads are not all searched by their clusters, or where a number is not
+        finite: the long way raises then.
+        """
+        selector: Any = self.chosen.selector
+        budget = selector.budgets[layer]
+        if budget is None or budget.by_mass or budget.uneven or selector.takes_all(budget.largest):
+            return None
+        heads, rows, _ = queries.vectors.shape
+        vectors = queries.vectors.contiguous().numpy()
+        found = selector.indexes.layer(layer, heads)
+        if not all(type(head) is ClusteredIndex for head in found) or not np.isfinite(vectors).all():
+            return None
+        keys, values, k = self.host.layer_keys(layer), self.host.layer_values(layer), budget.largest
+        ready = ClusteredIndex.at_once(found, rows, k)
+        estimates = self.tail is not None and self.tail.clusters(layer) is not None
+        if ready is None or (estimates and not _fit(found, values[0].dim)):
+            return None
+        shape = 1, heads, rows
+        best = Best(
+            np.full((*shape, k), -1, np.int64), np.empty((*shape, k), np.float32), np.zeros(shape, np.int64)
+        )
+        states = State.empty(heads, rows, values[0].dim), State.empty(heads, rows, values[0].dim)
+        read, wrong = np.zeros((heads, rows), np.int64), np.zeros(1, np.int64)
+        spent = np.zeros((heads * rows, 2), np.int64)
+        logits = Logits.of(queries.scaling, queries.softcap)
+        _attend_layer(
+            *(cells(), *ready, vectors, k, keys.compiled, values.compiled, logits, (ENTRIES, SPARSE)),
+            *(UNPREDICTED, best, states, estimates, read, wrong, spent),
+        )
+        state = states[0]
+        if (best.seen < k).any() or (read < 0).any() or wrong[0] or not np.isfinite(state.lse).all():
+            return None
+        searching, rest = spent.sum(axis=0).tolist()
+        return Attended(
+            AttentionState(*map(torch.from_numpy, state)),
+            Selection(torch.from_numpy(best.ids[0]), torch.from_numpy(best.scores[0])),
+            int(read.sum()) * values[0].row_bytes,
+            searching / max(1, searching + rest),
+        )
+
+
+def _fit(heads: list[ClusteredIndex], value_dim: int) -> bool:
+    """Whether their summaries are of values so wide."""
+    return all(head.summarized and head.means_of(value_dim) for head in heads)
+
+
+@njit(nogil=True, cache=True)
+def _attend_layer(
+    team: Any,
+    heads: Any,
+    per_task: int,
+    queries: Any,
+    k: int,
+    keys: Any,
+    values: Any,
+    logits: Any,
+    limits: Any,
+    predicted: Any,
+    best: Any,
+    states: Any,
+    estimates: bool,
+    read: Any,
+    wrong: Any,
+    spent: Any,
+) -> None:
+    given = (heads, per_task, queries, k, keys, values, logits, limits)
+    body, data = closure(_task, (given, predicted, best, states, estimates, read, wrong, spent))
+    fork(team, body, data, len(queries) * -(-queries.shape[1] // per_task))
+
+
+@njit(nogil=True, cache=True)
+def _task(
+    task: int,
+    given: Any,
+    predicted: Any,
+    best: Any,
+    states: Any,
+    estimates: bool,
+    read: Any,
+    wrong: Any,
+    spent: Any,
+) -> None:
+    """Some rows of a head, to the first of `states`; nanoseconds of the search and of the rest to `spent`."""
+    heads, per_task, queries, k, keys, values, logits, limits = given
+    state, rest = states
+    time = np.zeros(2, np.int64)
+    began = now(time)
+    search_task(task, heads, queries, k, per_task, predicted, best)
+    found = now(time)
+    ids, scores = best.ids[0], best.scores[0]
+    attend_task(task, queries, keys, values, Named(ids, scores), logits, limits, per_task, state, read)
+    if estimates:
+        selected = Given(queries, ids, scores, logits.scaling, logits.softcap)
+        estimate_task(task, heads, selected, per_task, rest.out, rest.lse, wrong)
+        tasks = -(-queries.shape[1] // per_task)
+        head, first = task // tasks, task % tasks * per_task
+        for r in range(first, min(first + per_task, queries.shape[1])):
+            merge_row(state.out[head, r], state.lse[head], rest.out[head, r], rest.lse[head, r], r)
+    spent[task, 0], spent[task, 1] = found - began, now(time) - found
