@@ -42,7 +42,8 @@ def test_a_chat_is_what_the_engine_answers(client, shelf):
 
 
 def test_a_question_of_the_command_line_is_answered_as_without_a_server(url, shelf):
-    asked = [QUESTIONS[0], "--max-new-tokens", "12", "-o", "budget=24"]
+    budget = ("-o", "budget=24", "-o", "crossover=no")  # the server of this test was not started by a command
+    asked = [QUESTIONS[0], "--max-new-tokens", "12", *budget]
     here = run("ask", shelf / "stores" / "book.kv", *asked)
     there = run("ask", "book", *asked, "--server", url)
     assert (there.code, there.out) == (0, here.out)
