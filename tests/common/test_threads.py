@@ -37,3 +37,13 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     child.start()
     child.join(20)
     assert child.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "cores"),
+    [("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("max 100000", None), ("1 0", None)],
+)
+def test_a_containers_quota_bounds_the_threads(told, cores, tmp_path):
+    (tmp_path / "cpu.max").write_text(told)
+    assert threads.quota(tmp_path / "cpu.max") == cores
+    assert threads.quota(tmp_path / "nothing") is None

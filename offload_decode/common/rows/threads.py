@@ -4,12 +4,27 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from math import ceil
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# The cores that this process may use, where the system tells.
-THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container on Linux: microseconds of all cores in each period
+
+
+def quota(file: Path = _QUOTA) -> int | None:
+    """Cores whose time this container may use, rounded up; None without a limit, or where none is told."""
+    try:
+        most, period = file.read_text(encoding="ascii").split()
+        return max(1, ceil(int(most) / int(period)))
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
+        return None
+
+
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+THREADS = min(_CORES, quota() or _CORES)
+"""The cores that this process may use, where the system tells."""
 
 
 class Share(NamedTuple):
