@@ -29,7 +29,7 @@ QUESTION = "Who speaks to whom here, and about what?"
 THEIRS = """
 import json, resource, sys, time
 from llama_cpp import Llama
-file, text, length, threads, tokens, folder = *sys.argv[1:3], *map(int, sys.argv[3:6]), sys.argv[6]
+file, text, length, threads, tokens = *sys.argv[1:3], *map(int, sys.argv[3:6])
 def timed(work):
     began = time.perf_counter()
     made = work()
@@ -37,7 +37,7 @@ def timed(work):
 def opened():
     return Llama(model_path=file, n_ctx=length + 512, n_threads=threads, n_threads_batch=threads,
                  flash_attn=True, verbose=False)
-model, open_s = timed(opened)
+model = opened()
 ids = model.tokenize(open(text, "rb").read())[:length]
 _, prefill_s = timed(lambda: model.eval(ids))
 state = model.save_state()
@@ -49,7 +49,7 @@ model.eval(model.tokenize(b"\\nQuestion: " + QUESTION + b"\\nAnswer:", add_bos=F
 first_s = time.perf_counter() - began
 steps = [timed(lambda: model.eval([token]))[1] for token in ids[100:100 + tokens]]
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-found = dict(tokens=len(ids), open_s=open_s, prefill_s=prefill_s, first_s=first_s, steps=steps, peak=peak)
+found = dict(tokens=len(ids), prefill_s=prefill_s, first_s=first_s, steps=steps, peak=peak)
 print(json.dumps(found))
 """
 
@@ -57,7 +57,7 @@ print(json.dumps(found))
 def theirs(llama: str, model: Path, text: Path, length: int, threads: int) -> dict[str, Any]:
     """llama.cpp in a process of its own."""
     program = THEIRS.replace("QUESTION", repr(QUESTION.encode()))
-    given = [str(model), str(text), *map(str, (length, threads, FORCED)), str(text.parent)]
+    given = [str(model), str(text), *map(str, (length, threads, FORCED))]
     # Our import makes OpenMP's threads wait passively, which costs llama.cpp a third.
     own = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     ran = subprocess.run([llama, "-c", program, *given], check=True, capture_output=True, text=True, env=own)
@@ -136,7 +136,9 @@ def main() -> None:
     for length in map(int, given.lengths.split(",")):
         text, store = prepared(given.model, given.text, length, given.out)
         other = theirs(given.llama, given.model, text, length, threads)
-        tokens = load(str(given.model)).tokenizer(text.read_text())["input_ids"][100 : 100 + FORCED]
+        tokens = load(str(given.model)).tokenizer(text.read_text(encoding="utf-8"))["input_ids"][
+            100 : 100 + FORCED
+        ]
         step = 1000 * median(other["steps"][WARM:])
         dense_ms, dense, _ = decoded(store, "dense", tokens)
         rows = [

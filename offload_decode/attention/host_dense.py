@@ -96,7 +96,7 @@ def _attend_rows(
     out = np.zeros((-(-keys.length // step), *rows.shape[:2], width), np.float32)
     lse = np.full(out.shape[:3], -np.inf, np.float32)
     logits = np.float32(scaling), np.float32(softcap or 0.0)
-    _attend_layer(cells(), rows, dim, keys, values, step, *logits, out, lse)
+    _attend_layer(cells(), (rows, dim, keys, values, step, *logits), out, lse)
     return AttentionState(torch.from_numpy(out[0, :, :count]), torch.from_numpy(lse[0, :, :count]))
 
 
@@ -111,21 +111,12 @@ def _step(length: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _attend_layer(
-    cells: Any,
-    rows: Any,
-    dim: int,
-    keys: Any,
-    values: Any,
-    step: int,
-    scaling: Any,
-    softcap: Any,
-    out: Any,
-    lse: Any,
-) -> None:
-    """All parts of all heads, merged in the first of `out [P, H, R, Dv]` and of `lse [P, H, R]`."""
-    body, data = closure(_attend_task, (rows, dim, keys, values, step, scaling, softcap, out, lse))
-    fork(cells, body, data, lse.shape[0] * lse.shape[1])
+def _attend_layer(team: Any, given: Any, out: Any, lse: Any) -> None:
+    """All parts of all heads, merged in the first of `out [P, H, R, Dv]` and of `lse [P, H, R]`; `given` is
+    what `_attend_task` unpacks.
+    """
+    body, data = closure(_attend_task, (given, out, lse))
+    fork(team, body, data, lse.shape[0] * lse.shape[1])
     for part in range(1, len(out)):
         for head in range(lse.shape[1]):
             for r in range(lse.shape[2]):
@@ -133,18 +124,8 @@ def _attend_layer(
 
 
 @njit(nogil=True, cache=True)
-def _attend_task(
-    task: int,
-    rows: Any,
-    dim: int,
-    keys: Any,
-    values: Any,
-    step: int,
-    scaling: Any,
-    softcap: Any,
-    out: Any,
-    lse: Any,
-) -> None:
+def _attend_task(task: int, given: Any, out: Any, lse: Any) -> None:
+    rows, dim, keys, values, step, scaling, softcap = given
     part, head = task // len(rows), task % len(rows)
     own = slice(part * step, min(part * step + step, keys.length))
     key, value = head_bits(keys, head)[own], head_bits(values, head)[own]

@@ -132,7 +132,8 @@ def attend_tokens(
         own = rows if heads >= threads.THREADS else max(1, rows * heads // (2 * threads.THREADS))
         stored = keys.compiled, values.compiled
         logits, limits = Logits.of(queries.scaling, queries.softcap), (ENTRIES, SPARSE)
-        _attend_layer(cells(), vectors, *stored, Named(named, known), logits, limits, own, state, read)
+        given = (vectors, *stored, Named(named, known), logits, limits, own, state, read)
+        _attend_layer(cells(), heads * -(-rows // own), given)
     if (read < 0).any():
         raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
     both = scores is None and keys[0] is not values[0]
@@ -164,23 +165,10 @@ def score_tokens(query: Tensor, keys: Sequence[Rows], ids: Tensor) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
-def _attend_layer(
-    team: Any,
-    query: Any,
-    keys: Any,
-    values: Any,
-    named: Any,
-    logits: Any,
-    limits: Any,
-    per_task: int,
-    state: Any,
-    read: Any,
-) -> None:
-    """All rows of all heads; `read` gets how many different tokens each task read, -1 for an id out of
-    range.
-    """
-    body, data = closure(attend_task, (query, keys, values, named, logits, limits, per_task, state, read))
-    fork(team, body, data, len(query) * -(-query.shape[1] // per_task))
+def _attend_layer(team: Any, tasks: int, given: Any) -> None:
+    """All tasks; `given` is what `attend_task` takes beside the number of its own."""
+    body, data = closure(attend_task, given)
+    fork(team, body, data, tasks)
 
 
 @njit(nogil=True, cache=True)
@@ -196,7 +184,9 @@ def attend_task(
     state: Any,
     read: Any,
 ) -> None:
-    """A task of `attend_tokens`: some rows of a head."""
+    """A task of `attend_tokens`: some rows of a head. `read` gets how many different tokens they read, -1 for
+    an id out of range.
+    """
     rows = query.shape[1]
     tasks = -(-rows // per_task)
     head, part = task // tasks, task % tasks

@@ -72,7 +72,7 @@ class OnePass:
         keys, values, k = self.host.layer_keys(layer), self.host.layer_values(layer), budget.largest
         ready = ClusteredIndex.at_once(found, rows, k)
         estimates = self.tail is not None and self.tail.clusters(layer) is not None
-        if ready is None or (estimates and not _fit(found, values[0].dim)):
+        if ready is None or (estimates and not all(head.means_of(values[0].dim) for head in found)):
             return None
         shape = 1, heads, rows
         best = Best(
@@ -82,10 +82,9 @@ class OnePass:
         read, wrong = np.zeros((heads, rows), np.int64), np.zeros(1, np.int64)
         spent = np.zeros((heads * rows, 2), np.int64)
         logits = Logits.of(queries.scaling, queries.softcap)
-        _attend_layer(
-            *(cells(), *ready, vectors, k, keys.compiled, values.compiled, logits, (ENTRIES, SPARSE)),
-            *(UNPREDICTED, best, states, estimates, read, wrong, spent),
-        )
+        how = (*ready, vectors, k, keys.compiled, values.compiled, logits, (ENTRIES, SPARSE))
+        given = (how, UNPREDICTED, best, states, estimates, read, wrong, spent)
+        _attend_layer(cells(), heads * -(-rows // ready[1]), given)
         state = states[0]
         if (best.seen < k).any() or (read < 0).any() or wrong[0] or not np.isfinite(state.lse).all():
             return None
@@ -98,39 +97,16 @@ class OnePass:
         )
 
 
-def _fit(heads: list[ClusteredIndex], value_dim: int) -> bool:
-    """Whether their summaries are of values so wide."""
-    return all(head.summarized and head.means_of(value_dim) for head in heads)
-
-
 @njit(nogil=True, cache=True)
-def _attend_layer(
-    team: Any,
-    heads: Any,
-    per_task: int,
-    queries: Any,
-    k: int,
-    keys: Any,
-    values: Any,
-    logits: Any,
-    limits: Any,
-    predicted: Any,
-    best: Any,
-    states: Any,
-    estimates: bool,
-    read: Any,
-    wrong: Any,
-    spent: Any,
-) -> None:
-    given = (heads, per_task, queries, k, keys, values, logits, limits)
-    body, data = closure(_task, (given, predicted, best, states, estimates, read, wrong, spent))
-    fork(team, body, data, len(queries) * -(-queries.shape[1] // per_task))
+def _attend_layer(team: Any, tasks: int, given: Any) -> None:
+    body, data = closure(_task, given)
+    fork(team, body, data, tasks)
 
 
 @njit(nogil=True, cache=True)
 def _task(
     task: int,
-    given: Any,
+    how: Any,
     predicted: Any,
     best: Any,
     states: Any,
@@ -140,7 +116,7 @@ def _task(
     spent: Any,
 ) -> None:
     """Some rows of a head, to the first of `states`; nanoseconds of the search and of the rest to `spent`."""
-    heads, per_task, queries, k, keys, values, logits, limits = given
+    heads, per_task, queries, k, keys, values, logits, limits = how
     state, rest = states
     time = np.zeros(2, np.int64)
     began = now(time)
