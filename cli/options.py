@@ -248,6 +248,13 @@ Model = Annotated[
 Weights = Annotated[
     str, option("W", "Weights of the model: auto (as prefilled), full (unpacked), int8 or int4.", panel=MODEL)
 ]
+Rope = Annotated[
+    str,
+    option(
+        "KIND:N",
+        "Scale RoPE for texts N times as long as those of the training: yarn:4, linear:2, dynamic:2.",
+    ),
+]
 Device = Annotated[str, option("D", "auto, cpu, cuda or cuda:N.", panel=MODEL)]
 GpuMemory = Annotated[str | None, option("SIZE", "Limit on GPU memory, such as 16GiB.", panel=MODEL)]
 Ram = Annotated[

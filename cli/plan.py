@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.options import MODEL_CONFIG, Json, Options, Selector, byte_count, option, token_count
+from offload_decode.cli.options import (
+    MODEL_CONFIG,
+    Json,
+    Options,
+    Rope,
+    Selector,
+    byte_count,
+    option,
+    token_count,
+)
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
 
@@ -42,6 +51,7 @@ def plan(
     ] = "auto",
     selector: Selector = "topk",
     option: Options = None,
+    rope: Rope = "",
     chunk: Annotated[
         str, option("N", "Tokens in a forward pass of prefill; auto: 512, or as many as fit a GPU.")
     ] = "auto",
@@ -65,7 +75,7 @@ def plan(
 
     rows = None if chunk == "auto" else token_count(chunk)
     request = _request(wanted, rows, kv, weights, selector, options)
-    planned = plan_for(outline(model), request, _machine(without_gpu, *sizes))
+    planned = plan_for(outline(model, rope), request, _machine(without_gpu, *sizes))
     proposed = planned if planned.fits else nearest(planned)
     most = None if proposed else most_tokens(planned)
     if as_json:

@@ -55,13 +55,7 @@ class StoreOptions:
             "scaling]",
         ),
     ] = None
-    rope: Annotated[
-        str,
-        option(
-            "KIND:N",
-            "Scale RoPE for texts N times as long as those of the training: yarn:4, linear:2, dynamic:2.",
-        ),
-    ] = ""
+    rope: opts.Rope = ""
     query_samples: Annotated[
         int, option("N", "Prefill queries to keep for each KV head, to tune indexes with.", min=1)
     ] = 1024

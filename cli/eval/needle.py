@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from offload_decode.cli import output
 from offload_decode.cli.eval import run
 from offload_decode.cli.eval.run import text_option
-from offload_decode.cli.options import Device, Json, ModelToLoad, Options, Quiet, Selector, option
+from offload_decode.cli.options import Device, Json, ModelToLoad, Options, Quiet, Rope, Selector, option
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
@@ -24,6 +24,7 @@ _BUDGET = "64"
 
 def needle(
     model: ModelToLoad = "demo",
+    rope: Rope = "",
     text: Annotated[str | None, text_option("The text to hide needles in")] = None,
     lengths: Annotated[str, option("N,…", "Tokens of text, separated by commas.")] = "2K,8K,32K",
     depths: Annotated[
@@ -69,7 +70,7 @@ def needle(
     announce_compiling()
     haystack = run.read_haystack(text)
     chosen = run.checked_selector(selector, options)
-    loaded = load(model, device)
+    loaded = load(model, device, rope=rope)
     budgets = Budget(chosen.budget, chosen.schedule, chosen.dense_layers)
     budgets.per_layer(counts[0], loaded.shape.full_layers, loaded.shape.kv_heads)
     plan = GridPlan(counts, shares, selector, options, trials)

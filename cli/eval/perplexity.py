@@ -10,7 +10,7 @@ from offload_decode import demo_models
 from offload_decode.cli import output
 from offload_decode.cli.eval import run as shared
 from offload_decode.cli.eval.run import Contenders, Out, PrefillMethod, text_option, token_counts
-from offload_decode.cli.options import Device, Json, ModelToLoad, Quiet, option, with_groups
+from offload_decode.cli.options import Device, Json, ModelToLoad, Quiet, Rope, option, with_groups
 from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def perplexity(
         ),
     ] = False,
     prefill: PrefillMethod = "dense",
+    rope: Rope = "",
     out: Out = None,
     device: Device = "auto",
     as_json: Json = False,
@@ -87,7 +88,7 @@ def perplexity(
     stored = {"method": settings.method, **settings.options}
     bare = token_counts(windows)
     plan = PerplexityPlan(haystack, counts, contenders, places, chunk, bare, sliding, stored)
-    loaded = load(model, device)
+    loaded = load(model, device, rope=rope)
     with TemporaryDirectory(prefix="offload-decode-eval-") as folder, Progress(quiet) as progress:
         kinds = shared.index_kinds(contenders)
         grown = GrowingStore(loaded, Path(folder), plan.longest, settings, kinds)

@@ -72,6 +72,7 @@ class Asking:
         ),
     ] = "0"
     prefill: PrefillMethod = "dense"
+    rope: opts.Rope = ""
     stores: Annotated[
         Path | None,
         option(
@@ -202,7 +203,7 @@ def ask_all(
     stored = {"method": settings.method, **settings.options}
     controls, seeds = CONTROL_EVERY if how.control else 0, numbers(how.seeds)
     plan = AnswerPlan(suite, counts, tuple(contenders), limit, seeds, how.begin, stored, controls)
-    loaded = load(how.model, how.device)
+    loaded = load(how.model, how.device, rope=how.rope)
     stores = PrefilledStores(loaded, haystack.name, settings, index_kinds(contenders), how.stores)
     rehearse(contenders, loaded, haystack, settings)
     evaluated = evaluated or Answering

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.hf.compat import class_of, text_of
-from offload_decode.hf.rope_scaling import scale_rope
+from offload_decode.hf.rope_scaling import parse_rope, scale_rope
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.gguf_cache import converted
 from offload_decode.models.prompt import is_failure
@@ -87,6 +87,8 @@ def read_config(model_id: str, rope: str = "") -> tuple[Any, ModelShape]:
 
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
+    if rope:
+        parse_rope(rope)  # a mistake shows before anything is fetched
     config = stated_config(model_id)
     if rope:
         scale_rope(config, rope)

@@ -28,6 +28,7 @@ def made_with(loaded: LoadedModel) -> dict[str, Any]:
         "model": loaded.model_id,
         "weights_hash": loaded.weights_hash,
         "dtype": loaded.dtype,
+        **({"rope": loaded.scaled} if loaded.scaled else {}),
         "device": str(loaded.device),
         "processor": cpu_name(),
         "versions": {

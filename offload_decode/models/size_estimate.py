@@ -25,7 +25,7 @@ from offload_decode.models.quantization import GGUF, check_packages, quantizatio
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import ModelShape
 
-_FORM = 5
+_FORM = 6
 """Version of a cached outline."""
 _LONGEST = 256  # characters of a pattern
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
@@ -140,8 +140,9 @@ class Outline:
         return self.packed > 0 and runs_packed(self.format, on_gpu)
 
 
-def outline(model_id: str) -> Outline:
-    """The outline of a shipped model, a folder, a .gguf file or a transformers id; only the config is read.
+def outline(model_id: str, rope: str = "") -> Outline:
+    """The outline of a shipped model, a folder, a .gguf file or a transformers id, its RoPE scaled as `rope`
+    says (`hf.rope_scaling`); only the config is read.
 
     Counting parameters takes seconds of imports: the outline of a folder or file is cached by its config's
     bytes. Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
@@ -155,9 +156,11 @@ def outline(model_id: str) -> Outline:
     else:
         path = Path(source) / CONFIG
     if not path.is_file():  # a transformers id, or an error that is raised below
-        return _counted(model_id)
-    of = ["outline", _FORM, size, sha256(bounded(path)).hexdigest()]
-    found = cached(of, lambda: _counted(model_id), lambda it: [asdict(it.shape), *astuple(it)[2:]], _parsed)
+        return _counted(model_id, rope)
+    of = ["outline", _FORM, rope, size, sha256(bounded(path)).hexdigest()]
+    found = cached(
+        of, lambda: _counted(model_id, rope), lambda it: [asdict(it.shape), *astuple(it)[2:]], _parsed
+    )
     return replace(found, model_id=model_id)
 
 
@@ -171,8 +174,8 @@ def _parsed(stored: Any) -> Outline:
     return found
 
 
-def _counted(model_id: str) -> Outline:
-    config, shape = read_config(model_id)
+def _counted(model_id: str, rope: str) -> Outline:
+    config, shape = read_config(model_id, rope)
     with model_errors(f"cannot read the config of '{model_id}'"):
         with Unfilled(), torch.device("meta"):
             model = text_model(text_config(config))

@@ -65,6 +65,7 @@ class Work:
     model: str
     dtype: str = "auto"
     weights: str = "auto"
+    rope: str = ""
     kv: str = "auto"
     method: str = "dense"
     options: dict[str, Any] = field(default_factory=dict)
@@ -238,8 +239,8 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
         chunk: int | None = method_of(earlier).options.chunk
         dtype, weights, scaled = manifest.dtype, manifest.weights, manifest.scaled
     else:
-        settings = Settings(work.method, work.options, kv=work.kv)
-        chunk, dtype, weights, scaled = settings.chunk, work.dtype, work.weights, ""
+        settings = Settings(work.method, work.options, kv=work.kv, rope=work.rope)
+        chunk, dtype, weights, scaled = settings.chunk, work.dtype, work.weights, work.rope
     check_prefill(outline(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
     loaded = load(work.model, device, dtype, weights, scaled)
     progress("tokenize", 0, len(texts))

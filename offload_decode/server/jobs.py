@@ -123,7 +123,7 @@ class Jobs:
             rule = "1 to 100 letters, digits, '.', '-' and '_', the first a letter or a digit"
             raise WrongField(f"a store's name has {rule}", "name")
         of = self._model_of(model)
-        how = {"dtype": of.dtype, "weights": of.weights} | how
+        how = {"dtype": of.dtype, "weights": of.weights, "rope": of.scaled} | how
         path = folder / (name.removesuffix(SUFFIX) + SUFFIX)
         work = Work("prefill", path.stem, str(path), of.model_id, **how)
         return self._submit(work, documents)
@@ -360,7 +360,7 @@ class Jobs:
 
 
 def _check(work: Work, documents: Sequence[Upload]) -> None:
-    Settings(work.method, work.options, kv=work.kv)
+    Settings(work.method, work.options, kv=work.kv, rope=work.rope)
     check_dtype(work.dtype)
     check_weights(work.weights)
     if not 0 < len(documents) <= MOST_DOCUMENTS:

@@ -35,9 +35,17 @@ def test_another_run_does_not_write_over_results(home, out):
     assert out.read_bytes() == before
 
 
+def test_a_scaled_rope_is_part_of_what_is_measured(home, out):
+    asked = ("eval", "ablation", "--model", home / "model", *ASK, "--out", out)
+    done(*asked, "--rope", "yarn:2")
+    assert read(out).header.made_with["rope"] == "yarn:2"
+    assert "differs in rope: choose another --out" in refused(2, *asked)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (("--rope", "yarn"), "rope 'yarn' is none"),
         (("--tasks", "nedle"), "there is no task 'nedle' here; choose from"),
         (("-o", "budgt=3"), "budgt"),
         (("-s", "none"), "unknown selector 'none'"),

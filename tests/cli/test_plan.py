@@ -51,6 +51,14 @@ def test_a_plan_that_fits(home):
         assert re.search(f"^{name} +{re.escape(output.size(size))} a token$", ran.out, re.MULTILINE)
 
 
+def test_a_scaled_rope_is_planned_for(home):
+    asked = ("plan", "--model", home / "model", "--tokens", "128K", *ROOMY)
+    assert "positions" not in done(*asked).out
+    told = done(*asked, "--rope", "dynamic:4").out
+    assert "rotated as in a text of 135,168 tokens (dynamic RoPE)" in told
+    assert "rope 'dynamic' is none" in refused(2, *asked, "--rope", "dynamic")
+
+
 def test_a_chunk_is_chosen_for_a_gpu_unless_it_is_told(home):
     given = ["plan", "--model", home / "model", "--tokens", "1M", "--ram", "64GiB", "--disk", "1TB", "--json"]
     for gpu, more, chunk in (

@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 def counted(monkeypatch):
     """How often parameters were counted."""
     calls, count = [], size_estimate._counted
-    monkeypatch.setattr(size_estimate, "_counted", lambda model: calls.append(model) or count(model))
+    monkeypatch.setattr(size_estimate, "_counted", lambda *asked: calls.append(asked) or count(*asked))
     return calls
 
 
@@ -41,6 +41,13 @@ def test_a_remembered_outline_is_the_counted_one(folder, counted):
     renamed = str(folder.with_name("renamed"))
     assert outline(renamed) == replace(first, model_id=renamed)
     assert len(counted) == 1
+
+
+def test_another_scaling_of_rope_is_counted_anew(folder, counted):
+    plain, scaled = outline(str(folder)), outline(str(folder), "dynamic:2")
+    assert (plain.lengths.grows, scaled.lengths.grows) == (None, 4096)
+    assert outline(str(folder)) == plain
+    assert len(counted) == 2
 
 
 def test_another_config_is_counted_anew(folder, counted):

@@ -181,6 +181,18 @@ def test_what_a_job_makes_is_what_the_commands_make(shelf, tiny, tmp_path):
     assert (again["added"], again["known"]) == ((), ("more",))
 
 
+def test_rope_is_scaled_as_asked_and_by_default_as_for_the_models_other_stores(running, catalog, shelf, tiny):
+    for name, how in (("long", {"rope": "linear:2"}), ("again", {}), ("plain", {"rope": ""})):
+        job = running.prefill(name, tiny.name, [text("facts.txt")], index=False, **how)
+        (made,) = over(running, job)
+        assert made.state == "done", made.error
+        catalog.refresh()
+    scaled = {name: KVStore.open(shelf / f"{name}.kv").manifest.scaled for name in ("long", "again", "plain")}
+    assert scaled == {"long": "linear:2", "again": "linear:2", "plain": ""}
+    with pytest.raises(ConfigError, match="rope 'none' is none"):
+        running.prefill("none", tiny.name, [text("facts.txt")], rope="none")
+
+
 def test_files_are_read_by_what_they_are(shelf, tiny):
     work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), index=False)
     page = Upload("page.html", io.BytesIO(b"<title>x</title><p>Hello &amp; welcome</p>"))

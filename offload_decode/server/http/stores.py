@@ -56,9 +56,9 @@ class Texts(Body):
 
 class NewStore(Texts):
     """A store to be made, of `documents` or of one `text`, which is called as the store is. `model` is a name
-    of `/v1/models` (the only model, where there is one); `kv`, `dtype`, `weights`, `method` and `options`
-    (such as `{"chunk": 512}`) are those of `offload-decode prefill`; `index`: build the indexes that make
-    asking it fast.
+    of `/v1/models` (the only model, where there is one); `kv`, `dtype`, `weights`, `rope`, `method` and
+    `options` (such as `{"chunk": 512}`) are those of `offload-decode prefill`; `index`: build the indexes
+    that make asking it fast.
     """
 
     name: Short
@@ -67,6 +67,7 @@ class NewStore(Texts):
     kv: Short = "auto"
     dtype: Short | None = None
     weights: Short | None = None
+    rope: Short | None = None
     method: Short = "dense"
     options: dict[str, Option] = Field(default_factory=dict)
     index: bool = True
@@ -169,7 +170,7 @@ def router() -> APIRouter:
         """Make a store: as JSON, or as a form with the same fields and files (text, HTML, PDF, Word)."""
         async with _sent(request, NewStore, service.settings.max_body) as (asked, documents):
             fields = asked.model_dump(include={"kv", "method", "options", "index"})
-            fields |= asked.model_dump(include={"dtype", "weights"}, exclude_none=True)
+            fields |= asked.model_dump(include={"dtype", "weights", "rope"}, exclude_none=True)
             if asked.text is not None:
                 documents = [_upload(asked.name, asked.text), *documents]
             job = await run_sync(partial(service.jobs.prefill, asked.name, asked.model, documents, **fields))
