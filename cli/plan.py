@@ -130,13 +130,13 @@ def _counts(planned: Plan) -> str:
 
     outline, request = planned.outline, planned.request
     shape, tokens = outline.shape, request.tokens
-    layers = len(shape.full_layers)
+    layers, on_gpu = len(shape.full_layers), planned.machine.gpu is not None
     if outline.packed:
         whole = sizes.weights_bytes(replace(outline, packed=0), "auto")
         weights = [(FORMATS[outline.format].name, outline.packed), (outline.dtype, whole)]
     else:
         weights = [
-            (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
+            (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name, on_gpu))
             for name in (("auto", "int8", "int4") if outline.linear else ("auto",))
         ]
     stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kv_kinds(shape)]

@@ -1,8 +1,4 @@
-"""The model of a GGUF file on a CPU: its weights stay in the file's blocks, mapped, and are multiplied there.
-
-A few rows are multiplied as they come, rounded to 8 bits (`common.rows.ggml_products`). For a long pass the
-weights of a layer are unpacked, a tile at a time, into what the processor multiplies fastest.
-"""
+"""The model of a GGUF file on a CPU: its weights stay in the file's blocks, mapped (`block_layers`)."""
 
 from __future__ import annotations
 
@@ -15,82 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from offload_decode.common.errors import ModelError
-from offload_decode.common.rows.compiled import features
-from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
-from offload_decode.common.rows.ggml_products import Matrices
+from offload_decode.common.rows.ggml_blocks import FORMATS
 from offload_decode.hf.compat import class_of
 from offload_decode.hf.meta_device import Unfilled
+from offload_decode.models.block_layers import BlockEmbedding, BlockLinear, compile_layers
 from offload_decode.models.gguf import StoredTensor
 from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, TABLE, Converted
-from offload_decode.models.gguf_layers import FEW_ROWS, PROJECTIONS, FewRows
 from offload_decode.models.quantization import hushed
 
 Blocks = npt.NDArray[np.uint8]
-
-_TILE = 8 << 20  # bytes of an unpacked tile: what stays in the cache of a processor, or nearly
-# Whether products of bfloat16 are the fastest: asked for once, as LLVM lists all that a processor has.
-_IN_BF16 = not features().isdisjoint(("avx512bf16", "amx-bf16", "bf16"))
-
-
-class BlockLinear(nn.Module):
-    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`.
-
-    The products of `wide` ones are float32, whatever the input is: to round the logits of a vocabulary takes
-    as long as a layer.
-    """
-
-    wide = False
-
-    def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
-        super().__init__()
-        self.blocks, self.kind = blocks, kind
-        self.matrices = Matrices([(blocks, kind)])
-        self.in_features, self.out_features = self.matrices.width, len(blocks)
-        self.bias = bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        rows = input.reshape(-1, self.in_features)
-        if len(rows) <= FEW_ROWS:
-            out = torch.from_numpy(self.matrices.multiply(rows.float().contiguous().numpy())[0])
-        else:
-            out = self._by_tiles(rows)
-        if self.bias is not None:
-            out = out + self.bias
-        dtype = torch.float32 if self.wide else input.dtype
-        return out.to(dtype).reshape(*input.shape[:-1], self.out_features)
-
-    def _by_tiles(self, rows: Tensor) -> Tensor:
-        dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
-        rows = rows.to(dtype)
-        step = max(1, _TILE // (self.in_features * dtype.itemsize))
-        tile = torch.empty(min(step, self.out_features), self.in_features, dtype=dtype)
-        out = torch.empty(len(rows), self.out_features, dtype=dtype)
-        for start in range(0, self.out_features, step):
-            own = self.blocks[start : start + step]
-            unpack(own, self.kind, _numbers(tile[: len(own)]))
-            torch.mm(rows, tile[: len(own)].T, out=out[:, start : start + len(own)])
-        return out
-
-
-class BlockEmbedding(nn.Embedding):
-    """A table of embeddings whose rows are blocks, unpacked as they are looked up."""
-
-    blocks: Blocks
-    kind: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        ids = input.reshape(-1).numpy()
-        if ids.size and ids.min() < 0:
-            raise IndexError("token ids are not negative")
-        found = np.ascontiguousarray(self.blocks[ids])
-        out = torch.empty(len(found), self.embedding_dim)
-        unpack(found, self.kind, _numbers(out))
-        return out.to(self.weight.dtype).reshape(*input.shape, self.embedding_dim)
-
-
-def _numbers(out: Tensor) -> npt.NDArray[Any]:
-    """A view for `unpack`."""
-    return out.view(torch.uint16).numpy() if out.dtype is torch.bfloat16 else out.numpy()
 
 
 def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtype) -> Any:
@@ -122,19 +51,8 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
         )
     model.__class__ = kind
     model.config.tie_word_embeddings = tied
-    _compile_layers(model, converted.architecture in NORMS_WITH_ONE)
+    compile_layers(model)
     return model.requires_grad_(False)
-
-
-def _compile_layers(model: Any, ones: bool) -> None:
-    """Let layers whose matrices are all in blocks run few rows in compiled calls."""
-    for layer in model.base_model.layers:
-        projections = [layer.get_submodule(name) for name in PROJECTIONS]
-        few = None
-        if all(isinstance(own, BlockLinear) for own in projections):
-            few = FewRows.of(layer, ones)
-        if few is not None:
-            layer.forward = few.forward
 
 
 class _File:

@@ -27,6 +27,7 @@ from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_par
 from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.hf.verify import check_equivalence, packs, shape_of
 from offload_decode.models import checkpoint, quantization
+from offload_decode.models.block_layers import quantize
 from offload_decode.models.fingerprints import config_hash, note, tokenizer_hash, weights_hash
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.gguf_cache import converted
@@ -185,6 +186,7 @@ def load(
     check_dtype(dtype)
     quantization.check_weights(weights)
     chosen_device = pick_device(device)
+    quantization.check_quantizer(weights, chosen_device)
     if weights == STREAMED:
         check_card(chosen_device)
     config, _ = checkpoint.read_config(model_id, rope)
@@ -220,7 +222,9 @@ def load(
                 model, fingerprint = _read_weights(source, found, config, dtype)
             if weights == STREAMED:
                 stream(model, chosen_device)
-            elif weights not in ("auto", FULL):
+            elif weights in quantization.FEW_BITS and chosen_device.type == "cpu":
+                model = quantize(model, weights)
+            elif weights in quantization.FEW_BITS:
                 model = quantization.quantise(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)

@@ -1,8 +1,10 @@
-"""Quantization: of checkpoints as they are published, or by bitsandbytes as whole weights are loaded.
+"""Quantization: of checkpoints as they are published, or of whole weights as they are loaded.
 
-A published format runs packed, or its weights are widened to the model's dtype as they are read. bitsandbytes
-packs the linear layers alone: embeddings, norms and the output layer stay as they are. int8 is LLM.int8()
-(arXiv 2208.07339), a scale for every output row; int4 is NF4 with quantized scales (QLoRA, arXiv 2305.14314).
+A published format runs packed, or its weights are widened to the model's dtype as they are read. Whole
+weights are quantized for a CPU to GGUF's blocks (`block_layers.quantize`), and for a GPU by bitsandbytes: the
+linear layers alone, while embeddings, norms and the output layer stay as they are. Its int8 is LLM.int8()
+(arXiv 2208.07339), a scale for every output row; its int4 is NF4 with quantized scales (QLoRA, arXiv
+2305.14314).
 """
 
 import contextlib
@@ -20,7 +22,8 @@ from offload_decode.common.memory import give_back
 from offload_decode.config import FULL, STREAMED
 
 _QUANT = "'offload-decode[quant]'"
-WEIGHTS = ("auto", FULL, STREAMED, "int8", "int4")
+FEW_BITS = ("int8", "int4")
+WEIGHTS = ("auto", FULL, STREAMED, *FEW_BITS)
 BLOCK = 64
 """Weights that share a scale in int4: a row holds whole blocks."""
 _ROWS = 32
@@ -153,11 +156,18 @@ def _quieten_bitsandbytes() -> None:
 
 
 def check_weights(weights: str) -> None:
-    """ConfigError for a name that is none of `WEIGHTS`, or where the library is missing."""
+    """ConfigError for a name that is none of `WEIGHTS`."""
     if weights not in WEIGHTS:
         raise ConfigError(f"unknown weights '{weights}'; choose one of: {', '.join(WEIGHTS)}")
-    if weights in ("int8", "int4"):
-        _library()
+
+
+def check_quantizer(weights: str, device: torch.device) -> None:
+    """ConfigError where the library that quantizes whole weights for a device is missing."""
+    library = "gguf" if device.type == "cpu" else "bitsandbytes"
+    if weights in FEW_BITS and find_spec(library) is None:
+        raise ConfigError(
+            f"weights in int8 or int4 need {library}: pip install {_QUANT}, or leave --weights out"
+        )
 
 
 def replaceable(model: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -171,12 +181,11 @@ def replaceable(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def quantise(model: Any, weights: str, device: torch.device) -> Any:
-    """Put `model`, which is on the CPU, on `device` with its linear layers' weights in `weights`.
+    """Put `model`, which is on the CPU, on a GPU with its linear layers' weights in `weights`.
 
     Layer by layer, so that the device never holds a whole unquantized model; nor does the host, where the
     weights are memory-mapped.
     """
-    _library()  # which is named where it is missing, even if no layer is packed
     for parent, name, layer in list(replaceable(model)):
         setattr(parent, name, packed(layer, weights).to(device))
     give_back()
@@ -185,7 +194,11 @@ def quantise(model: Any, weights: str, device: torch.device) -> Any:
 
 def packed(layer: Any, weights: str) -> Any:
     """A linear layer on the CPU that is quantized once it is sent to its device."""
-    nn, weight = _library().nn, layer.weight.detach()
+    import bitsandbytes
+
+    nn: Any = bitsandbytes.nn
+    _quieten_bitsandbytes()
+    weight = layer.weight.detach()
     shape = layer.in_features, layer.out_features, layer.bias is not None
     nf4 = {"quant_type": "nf4", "compress_statistics": True}
     with torch.device("meta"):
@@ -199,15 +212,3 @@ def packed(layer: Any, weights: str) -> Any:
         made.weight = nn.Params4bit(weight, requires_grad=False, module=made, **nf4)
     made.bias = layer.bias
     return made.requires_grad_(False)
-
-
-def _library() -> Any:
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ConfigError(
-            "weights in int8 or int4 need bitsandbytes: pip install 'offload-decode[quant]', or leave "
-            "--weights out"
-        ) from error
-    _quieten_bitsandbytes()
-    return bitsandbytes

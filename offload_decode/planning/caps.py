@@ -10,7 +10,7 @@ from offload_decode.hf.compat import check_dtype, pick_device
 from offload_decode.indexes.registry import kinds, load_libraries
 from offload_decode.kv.host_cache import BLOCK_TOKENS
 from offload_decode.models.layer_streaming import check_card
-from offload_decode.models.quantization import GGUF, check_weights
+from offload_decode.models.quantization import GGUF, check_quantizer, check_weights
 from offload_decode.models.size_estimate import Outline
 from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium, Part, Plan, plan
 from offload_decode.planning.proposals import LEAST_CHUNK, changes, halves, nearest, nearest_prefill
@@ -111,6 +111,7 @@ def check_prefill(
     """
     check_dtype(dtype)
     check_weights(weights)
+    check_quantizer(weights, pick_device(device))
     if dtype != "auto":
         outline = replace(outline, dtype=dtype)
     if weights == STREAMED:

@@ -19,13 +19,15 @@ from offload_decode.kv import placement
 from offload_decode.kv.generated import room_for
 from offload_decode.kv.host_cache import BLOCK_TOKENS, SCORES
 from offload_decode.kv.page_bounds import bounds_bytes
-from offload_decode.models.quantization import BLOCK, GGUF
+from offload_decode.models.quantization import BLOCK, FEW_BITS, GGUF
 from offload_decode.models.size_estimate import Outline
 from offload_decode.selectors.budgets import PASS_TOKENS, SELECTED_IDS, Budget, pass_tokens
 from offload_decode.store.format import KV_KINDS, Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
 from offload_decode.types import PAGE_METADATA, LayerKind, LayerShape, ModelShape
 
+# Bytes of a weight in the blocks that a CPU quantizes to: Q8_0, also of the output layer, and Q4_1.
+_IN_BLOCKS = {"int8": 34 / 32, "int4": 20 / 32}
 # Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
 _INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
 _ZARR_JSON, _SUM_LINE = 700, 110  # bytes of an array's metadata, and of a file's checksum
@@ -36,11 +38,16 @@ def itemsize(dtype: str) -> int:
 
 
 def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
-    """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype."""
+    """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype. On a
+    CPU the output layer is quantized too: where it shares the table of embeddings, that stays beside it.
+    """
     if outline.runs_packed(on_gpu) and (weights == "auto" or not outline.linear):
         return outline.packed
     item = itemsize(outline.dtype)
     rest = (outline.parameters - outline.linear) * item
+    if weights in FEW_BITS and not on_gpu:
+        output = outline.vocabulary * outline.hidden * _IN_BLOCKS["int8"]
+        return rest - outline.output * item + round(outline.linear * _IN_BLOCKS[weights] + output)
     if weights == "int8":
         return rest + outline.linear + 4 * outline.linear_rows
     if weights == "int4":
@@ -65,7 +72,9 @@ def active_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -
     experts = outline.packed_experts if outline.runs_packed(on_gpu) else outline.experts * item
     if outline.format == GGUF and held == outline.packed:  # the table is in blocks too
         item = held / outline.parameters
-    return held - round(outline.embeddings * item + experts * (1 - outline.active))
+    beside = weights in FEW_BITS and not on_gpu  # a table that is an output layer elsewhere
+    table = outline.vocabulary * outline.hidden if beside else outline.embeddings
+    return held - round(table * item + experts * (1 - outline.active))
 
 
 def row_bytes(shape: ModelShape, kv: str, dtype: str) -> tuple[int, int]:

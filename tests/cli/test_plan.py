@@ -138,7 +138,7 @@ def test_a_cap_on_a_gpu_that_is_not_used_is_wrong_use(store, command):
 def test_an_8b_model_for_a_card_of_16_gib(monkeypatch):
     from offload_decode.models import size_estimate as outlines
 
-    monkeypatch.setattr(outlines, "outline", lambda model: llama_8b())
+    monkeypatch.setattr(outlines, "outline", lambda *_: llama_8b())
     args = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "200GB")
     ran = done("plan", "--model", "8b", "--tokens", "1M", *args)
     assert "It does not fit. This does: --weights int8" in ran.out

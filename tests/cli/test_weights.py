@@ -11,7 +11,7 @@ from tests.planning.outlines import llama_8b
 @pytest.fixture(scope="module")
 def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that was prefilled with int8 weights."""
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("gguf")
     out = tmp_path_factory.mktemp("weights") / "small.kv"
     made = ("--model", home / "model", "--out", out, "--weights", "int8", "--device", "cpu")
     done("prefill", home / "corpus.txt", *made)
@@ -60,7 +60,7 @@ def test_streamed_weights_are_for_a_prefill_on_a_gpu(home, store, tmp_path):
 
 
 def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch):
-    monkeypatch.setattr("offload_decode.models.size_estimate.outline", lambda _: llama_8b())
+    monkeypatch.setattr("offload_decode.models.size_estimate.outline", lambda *_: llama_8b())
     machine = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB")
     ran = run("plan", "--model", "8B", "--tokens", "128K", *machine)
     said = "It can be prefilled here with --weights int8, or with full weights by --weights streamed."

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offload_decode.common.errors import ModelError
 from offload_decode.models import gguf_cache
+from offload_decode.models.block_layers import FEW_ROWS, BlockEmbedding, BlockLinear
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash
 from offload_decode.models.gguf_cache import ARCHITECTURES, converted, headers_folder
-from offload_decode.models.gguf_model import FEW_ROWS, BlockEmbedding, BlockLinear
 from offload_decode.models.loading import load
 from offload_decode.models.size_estimate import outline
 from tests.models import few_bits

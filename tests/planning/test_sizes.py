@@ -7,6 +7,8 @@ import pytest
 
 from offload_decode.common.rows.encodings import INT8, row_dtype
 from offload_decode.indexes import registry
+from offload_decode.models.block_layers import BlockLinear, quantize
+from offload_decode.models.quantization import quantise
 from offload_decode.models.size_estimate import outline, outline_of
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import traffic
@@ -15,7 +17,7 @@ from offload_decode.selectors.base import SelectorOptions
 from offload_decode.store.format import stored_types
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 from tests.planning.outlines import llama_8b
-from tests.tiny import tiny_model
+from tests.tiny import text_model, tiny_model
 
 MILLION = 1 << 20
 
@@ -31,8 +33,8 @@ def test_the_sizes_of_an_8b_model_with_a_million_tokens():
     assert MILLION * per_token["int4-values"] == pytest.approx((69e9 + 34e9) / 2, rel=0.05)
     assert sizes.weights_bytes(model, "auto") == pytest.approx(16.1e9, rel=0.01)
     # docs/methods.md counts embeddings and output layer in few bits too; the library leaves them as they are.
-    assert sizes.weights_bytes(model, "int8") == pytest.approx(8.5e9, rel=0.08)
-    assert sizes.weights_bytes(model, "int4") == pytest.approx(5.5e9, rel=0.08)
+    assert sizes.weights_bytes(model, "int8", on_gpu=True) == pytest.approx(8.5e9, rel=0.08)
+    assert sizes.weights_bytes(model, "int4", on_gpu=True) == pytest.approx(5.5e9, rel=0.08)
 
 
 def test_page_bounds_and_bus_traffic_of_an_8b_model_with_a_million_tokens():
@@ -154,15 +156,29 @@ def test_quantised_weights_are_as_large_as_the_librarys(weights):
     pytest.importorskip("bitsandbytes")
     from offload_decode.models.loading import load
 
-    held = 0
-    for weight in (model := load("demo", "cpu", weights=weights).model).parameters():
+    held, model = 0, load("demo", "cpu").model
+    for weight in quantise(model, weights, model.device).parameters():
         held += weight.nbytes
         if (state := getattr(weight, "quant_state", None)) is not None:
             held += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
         if getattr(weight, "SCB", None) is not None:
             held += weight.SCB.nbytes
-    assert model.device.type == "cpu"
-    assert sizes.weights_bytes(outline("demo"), weights) == pytest.approx(held, rel=0.01)
+    assert sizes.weights_bytes(outline("demo"), weights, on_gpu=True) == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_blocks_are_counted(tmp_path, weights, tied):
+    pytest.importorskip("gguf")
+    sizes_of = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": tied}
+    model = text_model(**sizes_of)
+    model.config.save_pretrained(tmp_path)
+    found, table = outline(str(tmp_path)), model.get_input_embeddings().weight.nbytes
+    model = quantize(model, weights)
+    blocks = [layer.blocks.nbytes for layer in model.modules() if isinstance(layer, BlockLinear)]
+    held = sum(blocks) + sum(weight.nbytes for weight in model.parameters())
+    assert sizes.weights_bytes(found, weights) == held
+    assert sizes.active_weights_bytes(found, weights) == held - table
 
 
 def test_an_outline_reads_only_the_config(tmp_path):

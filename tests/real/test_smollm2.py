@@ -72,7 +72,10 @@ def test_behind_a_stored_prefix_it_equals_transformers(whole: Any, tmp_path: Pat
         assert (engine.ask("What may You do?") - expected).abs().max() < 1e-3
 
 
-def test_weights_in_blocks_are_near_those_unpacked(loaded: Any, whole: Any) -> None:
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+def test_weights_in_blocks_are_near_those_unpacked(whole: Any, weights: str) -> None:
+    """The file's, and those that whole weights are quantized to: of this file, `int4` are its own again."""
+    loaded = load(str(FILE), "cpu", weights=weights)
     ids = torch.tensor([loaded.tokenizer.encode(LICENCE[700:1500])])
     with torch.inference_mode():
         for tokens in (12, 150):  # in the blocks, and by tiles

@@ -1,0 +1,140 @@
+"""Layers whose weights are GGUF's blocks, as a file has them or as whole weights are quantized on a CPU.
+
+A few rows are multiplied as they come, rounded to 8 bits (`common.rows.ggml_products`). For a long pass the
+weights of a layer are unpacked, a tile at a time, into what the processor multiplies fastest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from offload_decode.common.rows import threads
+from offload_decode.common.rows.compiled import features
+from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
+from offload_decode.common.rows.ggml_products import Matrices
+from offload_decode.models.few_rows import FEW_ROWS, PROJECTIONS, FewRows
+from offload_decode.models.quantization import replaceable
+
+Blocks = npt.NDArray[np.uint8]
+
+_TILE = 8 << 20  # bytes of an unpacked tile: what stays in the cache of a processor, or nearly
+# Whether products of bfloat16 are the fastest: asked for once, as LLVM lists all that a processor has.
+_IN_BF16 = not features().isdisjoint(("avx512bf16", "amx-bf16", "bf16"))
+# Of models whose layers `FewRows` knows: whether their norms multiply by their weight and one.
+_COMPILED = {"llama": False, "qwen2": False, "qwen3": False, "gemma2": True, "gemma3_text": True}
+_AT_ONCE = 1 << 20  # weights that a thread quantizes at a time
+
+
+class BlockLinear(nn.Module):
+    """A linear layer whose weights are blocks, uint8 `[rows, bytes of a row]`, of ggml's type `kind`.
+
+    The products of `wide` ones are float32, whatever the input is: to round the logits of a vocabulary takes
+    as long as a layer.
+    """
+
+    wide = False
+
+    def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
+        super().__init__()
+        self.blocks, self.kind = blocks, kind
+        self.matrices = Matrices([(blocks, kind)])
+        self.in_features, self.out_features = self.matrices.width, len(blocks)
+        self.bias = bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, self.in_features)
+        if len(rows) <= FEW_ROWS:
+            out = torch.from_numpy(self.matrices.multiply(rows.float().contiguous().numpy())[0])
+        else:
+            out = self._by_tiles(rows)
+        if self.bias is not None:
+            out = out + self.bias
+        dtype = torch.float32 if self.wide else input.dtype
+        return out.to(dtype).reshape(*input.shape[:-1], self.out_features)
+
+    def _by_tiles(self, rows: Tensor) -> Tensor:
+        dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
+        rows = rows.to(dtype)
+        step = max(1, _TILE // (self.in_features * dtype.itemsize))
+        tile = torch.empty(min(step, self.out_features), self.in_features, dtype=dtype)
+        out = torch.empty(len(rows), self.out_features, dtype=dtype)
+        for start in range(0, self.out_features, step):
+            own = self.blocks[start : start + step]
+            unpack(own, self.kind, _numbers(tile[: len(own)]))
+            torch.mm(rows, tile[: len(own)].T, out=out[:, start : start + len(own)])
+        return out
+
+
+class BlockEmbedding(nn.Embedding):
+    """A table of embeddings whose rows are blocks, unpacked as they are looked up."""
+
+    blocks: Blocks
+    kind: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        ids = input.reshape(-1).numpy()
+        if ids.size and ids.min() < 0:
+            raise IndexError("token ids are not negative")
+        found = np.ascontiguousarray(self.blocks[ids])
+        out = torch.empty(len(found), self.embedding_dim)
+        unpack(found, self.kind, _numbers(out))
+        return out.to(self.weight.dtype).reshape(*input.shape, self.embedding_dim)
+
+
+def _numbers(out: Tensor) -> npt.NDArray[Any]:
+    """A view for `unpack`."""
+    return out.view(torch.uint16).numpy() if out.dtype is torch.bfloat16 else out.numpy()
+
+
+def compile_layers(model: Any) -> None:
+    """Let decoder layers whose matrices are all in blocks run few rows in compiled calls (`few_rows`)."""
+    ones = _COMPILED.get(model.config.model_type)
+    if ones is None:
+        return
+    for layer in model.base_model.layers:
+        projections = [layer.get_submodule(name) for name in PROJECTIONS]
+        few = None
+        if all(isinstance(own, BlockLinear) for own in projections):
+            few = FewRows.of(layer, ones)
+        if few is not None:
+            layer.forward = few.forward
+
+
+def quantize(model: Any, weights: str) -> Any:
+    """Quantize a model's linear layers on a CPU: to Q8_0 (`int8`) or Q4_1 (`int4`), the output layer to Q8_0.
+
+    Layer by layer, so that whole weights, where they are mapped, need not stay in memory.
+    """
+    from gguf import GGMLQuantizationType as Kind
+
+    inner = Kind.Q4_1 if weights == "int4" else Kind.Q8_0
+    for parent, name, layer in list(replaceable(model)):
+        setattr(parent, name, _quantized(layer, inner))
+    output = model.get_output_embeddings()
+    if type(output) is nn.Linear and output.in_features % FORMATS[Kind.Q8_0].weights == 0:
+        made = _quantized(output, Kind.Q8_0)
+        made.wide = True
+        model.set_output_embeddings(made)
+    compile_layers(model)
+    return model.requires_grad_(False)
+
+
+def _quantized(layer: nn.Linear, kind: Any) -> BlockLinear:
+    from gguf import quantize
+
+    form, (rows, width) = FORMATS[kind], layer.weight.shape
+    blocks = np.empty((rows, width // form.weights * form.bytes), np.uint8)
+    step = max(1, _AT_ONCE // width)
+
+    def some(start: int) -> None:
+        own = slice(start, start + step)
+        blocks[own] = quantize(layer.weight[own].detach().float().numpy(), kind)
+
+    if rows:
+        threads.run(some, range(0, rows, step))
+    return BlockLinear(blocks, int(kind), layer.bias)
