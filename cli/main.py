@@ -89,7 +89,7 @@ app.add_typer(eval.app, name="eval")
 
 
 class _Notes(logging.Handler):
-    """Prints what takes a while once a machine, such as the header of a GGUF file."""
+    """Prints what takes a while as a model is loaded, such as hashing its weights."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:  # a server has its own form
@@ -103,9 +103,10 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
     gc.set_threshold(50_000, 20, 20)  # imports make a million objects, none of them garbage
     skip_slow_imports()
-    slow = logging.getLogger("offload_decode.models.gguf_cache")
-    slow.setLevel(logging.INFO)
-    slow.addHandler(_Notes())
+    for name in ("models.gguf_cache", "common.slow_work"):
+        slow = logging.getLogger(f"offload_decode.{name}")
+        slow.setLevel(logging.INFO)
+        slow.addHandler(_Notes())
     atexit.register(_leave_garbage)
     app()
 

@@ -17,6 +17,7 @@ from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import features
 from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
 from offload_decode.common.rows.ggml_products import Matrices
+from offload_decode.common.slow_work import SlowWork
 from offload_decode.models.few_rows import FEW_ROWS, PROJECTIONS, FewRows
 from offload_decode.models.quantization import replaceable
 
@@ -65,7 +66,7 @@ class BlockLinear(nn.Module):
         out = torch.empty(len(rows), self.out_features, dtype=dtype)
         for start in range(0, self.out_features, step):
             own = self.blocks[start : start + step]
-            unpack(own, self.kind, _numbers(tile[: len(own)]))
+            unpack(own, self.kind, numbers_of(tile[: len(own)]))
             torch.mm(rows, tile[: len(own)].T, out=out[:, start : start + len(own)])
         return out
 
@@ -82,11 +83,11 @@ class BlockEmbedding(nn.Embedding):
             raise IndexError("token ids are not negative")
         found = np.ascontiguousarray(self.blocks[ids])
         out = torch.empty(len(found), self.embedding_dim)
-        unpack(found, self.kind, _numbers(out))
+        unpack(found, self.kind, numbers_of(out))
         return out.to(self.weight.dtype).reshape(*input.shape, self.embedding_dim)
 
 
-def _numbers(out: Tensor) -> npt.NDArray[Any]:
+def numbers_of(out: Tensor) -> npt.NDArray[Any]:
     """A view for `unpack`."""
     return out.view(torch.uint16).numpy() if out.dtype is torch.bfloat16 else out.numpy()
 
@@ -113,9 +114,13 @@ def quantize(model: Any, weights: str) -> Any:
     from gguf import GGMLQuantizationType as Kind
 
     inner = Kind.Q4_1 if weights == "int4" else Kind.Q8_0
-    for parent, name, layer in list(replaceable(model)):
+    layers, output = list(replaceable(model)), model.get_output_embeddings()
+    work = SlowWork(
+        f"quantizing the weights to {weights}", sum(layer.weight.nbytes for _, _, layer in layers)
+    )
+    for parent, name, layer in layers:
         setattr(parent, name, _quantized(layer, inner))
-    output = model.get_output_embeddings()
+        work.add(layer.weight.nbytes)
     if type(output) is nn.Linear and output.in_features % FORMATS[Kind.Q8_0].weights == 0:
         made = _quantized(output, Kind.Q8_0)
         made.wide = True

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.common.rows import threads
+from offload_decode.common.slow_work import SlowWork
 from offload_decode.hf.positions import DEPENDENT, depends_on_length, rope_parameters, rotations
 from offload_decode.hf.user_cache import load_text, save_text
 from offload_decode.store.format import FINGERPRINT_VERSION
@@ -104,9 +105,11 @@ def _hashed(named: Sequence[tuple[str, Tensor]]) -> Any:
     weights = [(name, weight, _blocks(weight)) for name, weight in named]
     blocks = {_place(block): block for _, _, own in weights for block in own}
     digests: dict[tuple[Any, ...], bytes] = {}
+    work = SlowWork("hashing the weights, once on this machine", sum(map(len, blocks.values())))
 
     def digest(place: tuple[Any, ...]) -> None:
         digests[place] = hashlib.sha256(blocks[place].cpu().numpy().data).digest()
+        work.add(len(blocks[place]))
 
     if blocks:
         threads.run(digest, list(blocks))

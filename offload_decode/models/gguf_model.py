@@ -1,7 +1,8 @@
-"""The model of a GGUF file on a CPU: its weights stay in the file's blocks, mapped (`block_layers`)."""
+"""The model of a GGUF file: its weights stay in mapped blocks (`block_layers`), or are unpacked."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from offload_decode.common.errors import ModelError
-from offload_decode.common.rows.ggml_blocks import FORMATS
+from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
+from offload_decode.common.slow_work import SlowWork
 from offload_decode.hf.compat import class_of
 from offload_decode.hf.meta_device import Unfilled
-from offload_decode.models.block_layers import BlockEmbedding, BlockLinear, compile_layers
+from offload_decode.models.block_layers import BlockEmbedding, BlockLinear, compile_layers, numbers_of
 from offload_decode.models.gguf import StoredTensor
 from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, TABLE, Converted
 from offload_decode.models.quantization import hushed
@@ -22,12 +24,19 @@ from offload_decode.models.quantization import hushed
 Blocks = npt.NDArray[np.uint8]
 
 
-def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtype) -> Any:
-    """The model of a text config with the weights of a file whose architecture is one of `ARCHITECTURES`.
+def gguf_model(path: Path, converted: Converted, config: Any, dtype: torch.dtype, in_blocks: bool) -> Any:
+    """The model of a text config on the CPU, with the weights of a file whose architecture is one of
+    `ARCHITECTURES`: matrices as they lie in the file, or all of them in `dtype`.
 
     Raises `ModelError` where the file lacks weights, or holds those of another shape.
     """
     file = _File(path, converted)
+    if in_blocks:
+        return _block_model(file, converted, config, dtype)
+    return _read(class_of(config), file, config, file.unpacked(dtype), dtype)
+
+
+def _block_model(file: _File, converted: Converted, config: Any, dtype: torch.dtype) -> Any:
     kind = class_of(config)
 
     def with_blocks(self: Any, *given: Any, **named: Any) -> None:
@@ -40,19 +49,24 @@ def block_model(path: Path, converted: Converted, config: Any, dtype: torch.dtyp
     table = converted.tensors.get(TABLE)
     if table is not None and table.kind in FORMATS:
         config.tie_word_embeddings = False  # the output layer multiplies by the same blocks
-    with hushed():
-        model, report = made.from_pretrained(
-            None, config=config, state_dict=file.whole(dtype), dtype=dtype, output_loading_info=True
-        )
-    if missing := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):
-        raise ModelError(
-            f"the weights of {path} lack {len(missing)} of those that it tells of, {missing[0]} among them: "
-            "fetch it again"
-        )
+    model = _read(made, file, config, file.whole(dtype), dtype)
     model.__class__ = kind
     model.config.tie_word_embeddings = tied
     compile_layers(model)
     return model.requires_grad_(False)
+
+
+def _read(kind: Any, file: _File, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    with hushed():
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+        )
+    if missing := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):
+        raise ModelError(
+            f"the weights of {file.path} lack {len(missing)} of those that it tells of, {missing[0]} among "
+            "them: fetch it again"
+        )
+    return model
 
 
 class _File:
@@ -85,6 +99,21 @@ class _File:
             for name, tensor in self.tensors.items()
             if tensor.kind not in FORMATS or len(tensor.shape) != 2
         }
+
+    def unpacked(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All weights."""
+        numbers = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+        work, found = SlowWork("unpacking the weights", numbers * dtype.itemsize), {}
+        for name, tensor in self.tensors.items():
+            blocks = self.in_blocks(name, tensor.shape) if len(tensor.shape) == 2 else None
+            if blocks is None:
+                found[name] = self._widened(name, tensor).to(dtype)
+            else:
+                wide = torch.empty(tensor.shape, dtype=torch.float32 if dtype is torch.float16 else dtype)
+                unpack(*blocks, numbers_of(wide))
+                found[name] = wide.to(dtype)
+            work.add(found[name].nbytes)
+        return found
 
     def _widened(self, name: str, tensor: StoredTensor) -> Tensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize

@@ -19,6 +19,7 @@ import torch
 
 from offload_decode.common.errors import ConfigError, ModelError, UnsupportedModel
 from offload_decode.common.memory import give_back
+from offload_decode.common.slow_work import SlowWork
 from offload_decode.config import FULL, STREAMED
 
 _QUANT = "'offload-decode[quant]'"
@@ -186,8 +187,13 @@ def quantise(model: Any, weights: str, device: torch.device) -> Any:
     Layer by layer, so that the device never holds a whole unquantized model; nor does the host, where the
     weights are memory-mapped.
     """
-    for parent, name, layer in list(replaceable(model)):
+    layers = list(replaceable(model))
+    work = SlowWork(
+        f"quantizing the weights to {weights}", sum(layer.weight.nbytes for _, _, layer in layers)
+    )
+    for parent, name, layer in layers:
         setattr(parent, name, packed(layer, weights).to(device))
+        work.add(layer.weight.nbytes)
     give_back()
     return model.to(device)
 

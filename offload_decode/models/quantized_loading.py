@@ -14,7 +14,7 @@ from offload_decode.models import quantization
 from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
 from offload_decode.models.fingerprints import file_hash, files_hash
 from offload_decode.models.gguf_cache import ARCHITECTURES, converted
-from offload_decode.models.gguf_model import block_model
+from offload_decode.models.gguf_model import gguf_model
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 
@@ -89,8 +89,9 @@ def read_gguf(path: Path, config: Any, dtype: str, weights: str, device: torch.d
     """
     wanted = DTYPES.get(dtype, torch.bfloat16)
     kept = converted(path)
-    if weights == "auto" and device.type == "cpu" and kept.architecture in ARCHITECTURES:
-        model = block_model(path, kept, config, wanted)
+    if kept.architecture in ARCHITECTURES:
+        in_blocks = weights == "auto" and device.type == "cpu"
+        model = gguf_model(path, kept, config, wanted, in_blocks).to(device)
     else:
         model = _widened(path, config, wanted, device)
     known = f"file {FINGERPRINT_VERSION} {quantization.GGUF}"

@@ -63,11 +63,18 @@ def test_its_numbers_are_those_of_transformers(made: Any, name: str) -> None:
     )
 
 
-def test_whole_weights_are_not_rounded_for(made: Any) -> None:
-    file = made("llama")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_unpacked_weights_are_those_of_transformers(made: Any, name: str, dtype: str) -> None:
+    file = made(name)
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    ours = load(str(file), "cpu", "float32", "full")
-    assert (logits(ours.model, 5) - logits(theirs, 5)).abs().max() < 1e-4
+    ours = load(str(file), "cpu", dtype, "full")
+    held = ours.model.state_dict()
+    for weight, tensor in theirs.state_dict().items():
+        assert torch.equal(held.pop(weight), tensor.to(getattr(torch, dtype))), weight
+    assert not held
+    if dtype == "float32":
+        assert (logits(ours.model, 5) - logits(theirs, 5)).abs().max() < 1e-4
     assert ours.weights == "auto"
     assert ours.weights_hash == load(str(file), "cpu").weights_hash
 
