@@ -80,7 +80,9 @@ def _share_beyond(z: Any) -> Any:
     return (power if z > 0 else np.float32(1)) / (np.float32(1) + power)
 
 
-AIMED = 1.1  # times the keys wanted are predicted above the threshold, as some lie in skipped cells
+AIMED = 1.5  # times the keys wanted are predicted above the threshold, as some lie in skipped cells
+CORRECTED = 1.3  # times the keys wanted, where that found too few and what it found has corrected it
+LEAST_FOUND = 0.1  # of the predicted keys: what is corrected by
 FIRST = 4  # times the keys wanted: in the cells that set a threshold where the predicted one failed
 _BYTES: Any = np.uint8  # of float32, as loops over rows take them
 
@@ -255,8 +257,7 @@ def search_rows(
         np.zeros(rows, np.int64),
         np.zeros(rows, np.int64),
     )
-    asked = np.empty((rows, len(counts)), np.bool_)
-    upper = inverse  # in its place: it is read once more
+    asked, upper = np.empty((rows, len(counts)), np.bool_), np.empty((rows, len(counts)), np.float32)
     for r in range(rows):
         for c in range(len(counts)):
             upper[r, c] = near[r, c] + deviations / inverse[r, c]
@@ -265,7 +266,21 @@ def search_rows(
     scan_asked(cells, keys, queries, words, near, thresholds, asked, listed, candidates)
 
     again = candidates.seen < wanted
-    if parts == 1 and again.any():  # too few keys found: the best cells set a threshold
+    if (
+        parts == 1 and again.any()
+    ):  # too few keys found: as many are predicted more as were predicted too many
+        for r in range(rows):
+            asked[r] = False
+            if again[r]:
+                short = max(np.float64(candidates.seen[r]) / (AIMED * wanted), LEAST_FOUND)
+                thresholds[r] = threshold_of(near[r], inverse[r], counts, CORRECTED * wanted / short)
+                candidates.fill[r], candidates.seen[r] = 0, 0
+                for c in range(len(counts)):
+                    asked[r, c] = not upper[r, c] < thresholds[r]
+        listed = np.flatnonzero(asked.sum(axis=0))
+        scan_asked(cells, keys, queries, words, near, thresholds, asked, listed, candidates)
+        again &= candidates.seen < wanted
+    if parts == 1 and again.any():  # still too few: the best cells set a threshold
         for r in range(rows):
             asked[r] = False
             if again[r]:

@@ -6,7 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from numba import carray, cfunc, njit
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
 
 from offload_decode.common.rows import team
 from offload_decode.common.rows.compiled import at
@@ -50,6 +52,38 @@ def fail(task, failing):
 def failed(cells, failing, tasks):
     body, data = closure(fail, (failing,))
     fork(cells, body, data, tasks)
+
+
+@intrinsic
+def owner(_, array):
+    """The address of what counts an array's references, 0 of none."""
+
+    def generate(context, builder, signature, given):
+        held = context.make_array(signature.args[0])(context, builder, given[0])
+        return builder.ptrtoint(held.meminfo, ir.IntType(64))
+
+    return types.int64(array), generate
+
+
+@njit(nogil=True)
+def look(task, found, pair):
+    inner, _ = pair
+    found[task], inner[task] = owner(inner[task:]), task
+
+
+@njit(nogil=True)
+def looked(cells, found, inner):
+    body, data = closure(look, (found, (inner, 1)))
+    fork(cells, body, data, len(found))
+    return owner(inner)
+
+
+def test_tasks_count_no_references_to_what_they_share():
+    """A count would be a cache line that all of them write to, for every view they take."""
+    found, inner = np.full(8, -1), np.zeros(8, np.int64)
+    assert looked(cells(), found, inner) != 0
+    assert found.tolist() == [0] * 8
+    assert inner.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("tasks", [0, 1, 2, 3, 1000])

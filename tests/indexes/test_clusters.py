@@ -10,6 +10,7 @@ from numba import njit
 
 from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import encodings
+from offload_decode.common.rows.team import cells as cells_of_threads
 from offload_decode.indexes import get
 from offload_decode.indexes.clusters import cells, dot4, search
 from offload_decode.indexes.clusters import index as clusters
@@ -374,6 +375,27 @@ def test_recall_holds_where_no_threshold_can_be_predicted(made: str) -> None:
     others = rng.standard_normal((24, DIM)).astype(np.float32)
     for k in (16, 64, 512, 2000):
         assert recall_of(index.search(others, k), others, keys, k) > 0.93
+
+
+def test_a_threshold_that_found_too_few_is_corrected_by_what_it_found() -> None:
+    """Few keys are scored, although scores vary far less than channels do, which move against each other."""
+    rng = np.random.default_rng(3)
+    against = rng.standard_normal((25_600, 1)) * np.resize([1.0, -1.0], DIM)
+    keys = rng.standard_normal((100, DIM)).repeat(256, axis=0) + 2 * against
+    keys += 0.3 * rng.standard_normal(keys.shape)
+    index = get("clusters").build(keys.astype(np.float32), k=64)
+    assert isinstance(index, ClusteredIndex)
+    queries = (1 + 0.3 * rng.standard_normal((1, 32, DIM))).astype(np.float32)
+    heads, rows = ClusteredIndex.at_once([index], 8, 64) or pytest.fail("the index does not prune")
+    found = search.Best(
+        np.full((1, 1, 32, 64), -1, np.int64),
+        np.zeros((1, 1, 32, 64), np.float32),
+        np.zeros((1, 1, 32), np.int64),
+    )
+    search.search_layer(cells_of_threads(), heads, queries, 64, rows, search.UNPREDICTED, found)
+    wanted = search.candidates_for(64)
+    assert (found.seen >= wanted).all()
+    assert (found.seen < 4 * wanted).all()
 
 
 def with_sinks(n: int, places: list[int]) -> tuple[Any, Any]:

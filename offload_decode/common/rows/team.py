@@ -113,16 +113,31 @@ _LONG = ir.IntType(64)
 _TASK = ir.FunctionType(_LONG, [_LONG, _LONG])
 
 
+def _uncounted(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """The value, with arrays that count no references: tasks that take views of an array would else write to
+    one count, whose cache line then wanders between their cores at every row.
+    """
+    if isinstance(kind, _types.BaseTuple):
+        items = zip(kind, cgutils.unpack_tuple(builder, value), strict=True)
+        return context.make_tuple(builder, kind, [_uncounted(context, builder, *item) for item in items])
+    if isinstance(kind, _types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        array.parent = cgutils.get_null_value(array.parent.type)
+        return array._getvalue()
+    return value
+
+
 def _closure(typing: Any, body: Any, given: Any) -> Any:
     """The addresses of a function that calls the compiled `body(task, *given)`, and of `given`, a tuple: they
-    live as long as the compiled function in which this stands runs.
+    live as long as the compiled function in which this stands runs. It must hold on to the arrays in there.
     """
     called = body.get_call_type(typing, (_types.int64, *given), {})
     compiled = body.dispatcher.overloads[called.args]
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         context.active_code_library.add_linking_library(compiled.library)
-        held = cgutils.alloca_once_value(builder, values[1])
+        held = cgutils.alloca_once_value(builder, _uncounted(context, builder, given, values[1]))
         name = f"task.{compiled.fndesc.mangled_name}"
         function = builder.module.globals.get(name) or ir.Function(builder.module, _TASK, name)
         if not function.blocks:
