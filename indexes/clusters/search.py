@@ -5,8 +5,8 @@ A cell's keys have the mean m and, channel by channel, the variance v, so their 
 have the mean q·m and a standard deviation near sqrt(q²·v). Taken as normal, these moments tell how many keys
 of every cell score above a threshold, and so which threshold about as many keys exceed as are wanted, before
 any key is read. One pass then scans the cells whose mean and so many standard deviations reach the threshold:
-a query that attends to few keys reads few cells. If the predicted threshold finds too few keys, the best
-cells set one.
+a query that attends to few keys reads few cells. If the predicted threshold finds too few keys, the share of
+the predicted ones that it found corrects it; if that fails too, the best cells set one.
 """
 
 from functools import partial
@@ -80,7 +80,8 @@ def _share_beyond(z: Any) -> Any:
     return (power if z > 0 else np.float32(1)) / (np.float32(1) + power)
 
 
-AIMED = 1.5  # times the keys wanted are predicted above the threshold, as some lie in skipped cells
+# Times the keys wanted are predicted above the threshold: channels are correlated, some lie in skipped cells.
+AIMED = 1.5
 CORRECTED = 1.3  # times the keys wanted, where that found too few and what it found has corrected it
 LEAST_FOUND = 0.1  # of the predicted keys: what is corrected by
 FIRST = 4  # times the keys wanted: in the cells that set a threshold where the predicted one failed
