@@ -129,14 +129,22 @@ def decoded(store: Path, selector: str, tokens: list[int], **options: str) -> tu
     return 1000 * median(seconds[WARM:]), torch.stack(logits), " (dense)" if dense else ""
 
 
-def asked_together(store: Path, count: int, **options: str) -> float:
-    """Tokens a second of so many questions at once."""
+def asked_together(store: Path, count: int, **options: str) -> tuple[float, float]:
+    """Tokens a second of so many answers at once, and seconds of their questions: of long answers less short
+    ones.
+    """
     engine = Engine.open(store, options=options)
-    questions = [f"{QUESTION} Part {number}." for number in range(count)]
+    questions = [
+        f"Write the next ten pages of this text, at length. Part {number}." for number in range(count)
+    ]
     engine.answer_many(questions[:2], 2, count)
-    began = time.perf_counter()
-    answers = engine.answer_many(questions, FORCED, count)
-    return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - began)
+    tokens, seconds = [], []
+    for most in (1, FORCED + 1):
+        began = time.perf_counter()
+        answers = engine.answer_many(questions, most, count)
+        seconds.append(time.perf_counter() - began)
+        tokens.append(sum(len(answer.tokens) for answer in answers))
+    return (tokens[1] - tokens[0]) / (seconds[1] - seconds[0]), seconds[0]
 
 
 def divergence(dense: torch.Tensor, other: torch.Tensor) -> float:
@@ -194,9 +202,13 @@ def main() -> None:
             print(f" llama.cpp {other['first_s']:.1f} s in a process that runs,", end="")
         print(f" here {first_token(store):.1f} s as a command")
         if given.together:
-            speed = asked_together(store, given.together, budget="64", crossover="yes")
-            print(f"{given.together} questions at once: {speed:.0f} tokens/s,", end="")
-            print(f" {speed * step / 1000:.1f}x one question in llama.cpp")
+            for crossover in ("no", "yes"):
+                speed, asked_s = asked_together(store, given.together, budget="64", crossover=crossover)
+                print(
+                    f"{given.together} questions at once (crossover={crossover}): {speed:.0f} tokens/s,",
+                    end="",
+                )
+                print(f" {speed * step / 1000:.1f}x one in llama.cpp, behind questions of {asked_s:.1f} s")
         print(f"memory of llama.cpp: {other['peak'] / 1e9:.2f} GB")
 
 
