@@ -88,7 +88,7 @@ def demo(
     opened, replies = _ask(store, hidden, built, device, say, quiet)
     say(_summary(hidden, built, replies, opened.stored_tokens))
     seconds = time.monotonic() - began
-    say(f"\n5  Go on: all this took {output.duration(seconds)}, and the store stays\n{_next(store)}")
+    say(f"\n5  Go on: all this took {output.duration(seconds)}, and the store stays\n{_next(store, model)}")
     ok = all(_right(fact, _DEFAULT, replies) for fact in hidden.questions)
     if as_json:
         told = {"ok": ok, "seconds": seconds, "prefill": asdict(report), "process": asdict(opened)}
@@ -229,13 +229,13 @@ def _summary(
     return "\n" + textwrap.indent(output.table(rows) + told, "   ")
 
 
-def _next(store: Path) -> str:
+def _next(store: Path, model: str) -> str:
     program = "offload-decode" if shutil.which("offload-decode") else sys.argv[0]
     where = shlex.quote(str(store))
     commands = (
         f'ask {where} "…" -o budget={_BUDGET}',
         f"chat {where}",
         f"inspect {where}",
-        "prefill YOUR_TEXT --model demo --out YOUR_STORE",
+        f"prefill YOUR_TEXT --model {shlex.quote(model)} --out YOUR_STORE",
     )
     return "\n".join(f"   {program} {command}" for command in commands)
