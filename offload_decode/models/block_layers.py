@@ -39,6 +39,7 @@ class BlockLinear(nn.Module):
     """
 
     wide = False
+    dtype = torch.float32  # of `weight`
 
     def __init__(self, blocks: Blocks, kind: int, bias: nn.Parameter | None):
         super().__init__()
@@ -57,6 +58,13 @@ class BlockLinear(nn.Module):
             out = out + self.bias
         dtype = torch.float32 if self.wide else input.dtype
         return out.to(dtype).reshape(*input.shape[:-1], self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """Unpacked anew: some models look into a layer, such as Jamba and the routers of HunYuan."""
+        whole = torch.empty(self.out_features, self.in_features)
+        unpack(self.blocks, self.kind, numbers_of(whole))
+        return whole.to(self.dtype)
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
         dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
@@ -106,25 +114,49 @@ def compile_layers(model: Any) -> None:
             layer.forward = few.forward
 
 
-def quantize(model: Any, weights: str) -> Any:
-    """Quantize a model's linear layers on a CPU: to Q8_0 (`int8`) or Q4_1 (`int4`), the output layer to Q8_0.
+def look_up_in_blocks(table: Any, blocks: Blocks, kind: int, dtype: torch.dtype) -> None:
+    """Let a table of embeddings look its rows up in blocks."""
+    table.blocks, table.kind = blocks, kind
+    del table.weight
+    own = type(table)
+    bases = (BlockEmbedding,) if own is nn.Embedding else (own, BlockEmbedding)
+    table.__class__ = type(own.__name__, bases, {})
+    # Some ask for its dtype; transformers leaves it alone as it sets up what else the module has.
+    table.weight = torch.empty(0, table.embedding_dim, dtype=dtype, device="cpu")
+    table.weight._is_hf_initialized = True
 
-    Layer by layer, so that whole weights, where they are mapped, need not stay in memory.
+
+def quantize(model: Any, weights: str) -> Any:
+    """Quantize a model's linear layers on a CPU: to Q8_0 (`int8`) or Q4_1 (`int4`), the output layer to Q8_0,
+    and with it the table of embeddings where the two are one.
+
+    Layer by layer, each of which goes as its blocks come.
     """
     from gguf import GGMLQuantizationType as Kind
 
     inner = Kind.Q4_1 if weights == "int4" else Kind.Q8_0
-    layers, output = list(replaceable(model)), model.get_output_embeddings()
-    work = SlowWork(
-        f"quantizing the weights to {weights}", sum(layer.weight.nbytes for _, _, layer in layers)
+    layers, output, table = (
+        list(replaceable(model)),
+        model.get_output_embeddings(),
+        model.get_input_embeddings(),
     )
-    for parent, name, layer in layers:
+    outer = type(output) is nn.Linear and output.in_features % FORMATS[Kind.Q8_0].weights == 0
+    shared = outer and table is not None and output.weight is table.weight
+    if shared and type(table) is not nn.Embedding and model.config.model_type not in _COMPILED:
+        outer = False  # a table of another kind may read its weight
+    size = sum(layer.weight.nbytes for _, _, layer in layers) + (output.weight.nbytes if outer else 0)
+    work = SlowWork(f"quantizing the weights to {weights}", size)
+    while layers:
+        parent, name, layer = layers.pop()
         setattr(parent, name, _quantized(layer, inner))
         work.add(layer.weight.nbytes)
-    if type(output) is nn.Linear and output.in_features % FORMATS[Kind.Q8_0].weights == 0:
+    if outer:
         made = _quantized(output, Kind.Q8_0)
         made.wide = True
         model.set_output_embeddings(made)
+        if shared:
+            look_up_in_blocks(table, made.blocks, made.kind, output.weight.dtype)
+        work.add(output.weight.nbytes)
     compile_layers(model)
     return model.requires_grad_(False)
 
@@ -142,4 +174,6 @@ def _quantized(layer: nn.Linear, kind: Any) -> BlockLinear:
 
     if rows:
         threads.run(some, range(0, rows, step))
-    return BlockLinear(blocks, int(kind), layer.bias)
+    made = BlockLinear(blocks, int(kind), layer.bias)
+    made.dtype = layer.weight.dtype
+    return made

@@ -16,7 +16,7 @@ from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
 from offload_decode.common.slow_work import SlowWork
 from offload_decode.hf.compat import class_of
 from offload_decode.hf.meta_device import Unfilled
-from offload_decode.models.block_layers import BlockEmbedding, BlockLinear, compile_layers, numbers_of
+from offload_decode.models.block_layers import BlockLinear, compile_layers, look_up_in_blocks, numbers_of
 from offload_decode.models.gguf import StoredTensor
 from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, TABLE, Converted
 from offload_decode.models.quantization import hushed
@@ -158,11 +158,4 @@ def _put_blocks(model: Any, file: _File, dtype: torch.dtype) -> None:
         elif module is table and (
             found := file.in_blocks(name, (module.num_embeddings, module.embedding_dim))
         ):
-            module.blocks, module.kind = found
-            del module.weight
-            own = type(module)
-            bases = (BlockEmbedding,) if own is nn.Embedding else (own, BlockEmbedding)
-            module.__class__ = type(own.__name__, bases, {})
-            # Some ask for its dtype; transformers leaves it alone as it sets up what else the module has.
-            module.weight = torch.empty(0, module.embedding_dim, dtype=dtype, device="cpu")
-            module.weight._is_hf_initialized = True
+            look_up_in_blocks(module, *found, dtype)

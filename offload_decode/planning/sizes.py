@@ -39,15 +39,16 @@ def itemsize(dtype: str) -> int:
 
 def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
     """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype. On a
-    CPU the output layer is quantized too: where it shares the table of embeddings, that stays beside it.
+    CPU the output layer is quantized too, and with it the table of embeddings that is the same.
     """
     if outline.runs_packed(on_gpu) and (weights == "auto" or not outline.linear):
         return outline.packed
     item = itemsize(outline.dtype)
     rest = (outline.parameters - outline.linear) * item
     if weights in FEW_BITS and not on_gpu:
-        output = outline.vocabulary * outline.hidden * _IN_BLOCKS["int8"]
-        return rest - outline.output * item + round(outline.linear * _IN_BLOCKS[weights] + output)
+        output = outline.vocabulary * outline.hidden
+        blocks = outline.linear * _IN_BLOCKS[weights] + output * _IN_BLOCKS["int8"]
+        return rest - output * item + round(blocks)
     if weights == "int8":
         return rest + outline.linear + 4 * outline.linear_rows
     if weights == "int4":
@@ -72,9 +73,7 @@ def active_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -
     experts = outline.packed_experts if outline.runs_packed(on_gpu) else outline.experts * item
     if outline.format == GGUF and held == outline.packed:  # the table is in blocks too
         item = held / outline.parameters
-    beside = weights in FEW_BITS and not on_gpu  # a table that is an output layer elsewhere
-    table = outline.vocabulary * outline.hidden if beside else outline.embeddings
-    return held - round(table * item + experts * (1 - outline.active))
+    return held - round(outline.embeddings * item + experts * (1 - outline.active))
 
 
 def row_bytes(shape: ModelShape, kv: str, dtype: str) -> tuple[int, int]:

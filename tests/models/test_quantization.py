@@ -10,7 +10,7 @@ import torch
 
 from offload_decode.common.errors import ConfigError, StoreError, StoreMismatch
 from offload_decode.engine.engine import Engine
-from offload_decode.models.block_layers import FEW_ROWS, BlockLinear
+from offload_decode.models.block_layers import FEW_ROWS, BlockEmbedding, BlockLinear, quantize
 from offload_decode.models.loading import load
 from offload_decode.models.quantization import check_quantizer
 from offload_decode.prefill_jobs.job import Settings, prefill
@@ -61,7 +61,24 @@ def test_only_linear_layers_are_taken(folder: Path, weights: str) -> None:
     assert len(blocks) == 7 * model.config.num_hidden_layers
     assert {layer.kind for layer in blocks} == {Q8_0 if weights == "int8" else Q4_1}
     assert (model.lm_head.kind, model.lm_head.wide) == (Q8_0, True)
-    assert model.model.embed_tokens.weight.dtype is torch.float32
+    table = model.model.embed_tokens
+    assert table.weight.dtype is torch.float32
+    assert isinstance(table, BlockEmbedding) == model.config.tie_word_embeddings
+    if model.config.tie_word_embeddings:
+        assert table.blocks is model.lm_head.blocks
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("jamba", {"mamba_dt_rank": 64}), ("hunyuan_v1_moe", {"num_experts": 32})]
+)
+def test_models_that_look_into_their_layers_run(family: str, sizes: dict[str, Any], weights: str) -> None:
+    whole = text_model(family=family, **SIZES, **sizes)
+    ids = torch.arange(3, 43)[None]
+    with torch.inference_mode():
+        expected = whole(input_ids=ids, use_cache=False).logits
+        found = quantize(whole, weights)(input_ids=ids, use_cache=False).logits
+    assert 0 < (found - expected).norm() < 0.5 * expected.norm()
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
