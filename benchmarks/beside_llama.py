@@ -144,6 +144,8 @@ def asked_together(store: Path, count: int, **options: str) -> tuple[float, floa
         answers = engine.answer_many(questions, most, count)
         seconds.append(time.perf_counter() - began)
         tokens.append(sum(len(answer.tokens) for answer in answers))
+    if tokens[1] < count * (FORCED + 1):
+        print(f"some answers ended early: {tokens[1]} tokens of {count * (FORCED + 1)}")
     return (tokens[1] - tokens[0]) / (seconds[1] - seconds[0]), seconds[0]
 
 
