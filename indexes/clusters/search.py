@@ -267,9 +267,7 @@ def search_rows(
     scan_asked(cells, keys, queries, words, near, thresholds, asked, listed, candidates)
 
     again = candidates.seen < wanted
-    if (
-        parts == 1 and again.any()
-    ):  # too few keys found: as many are predicted more as were predicted too many
+    if parts == 1 and again.any():  # too few keys found: what was found corrects the prediction
         for r in range(rows):
             asked[r] = False
             if again[r]:

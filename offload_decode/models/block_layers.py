@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import features
-from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
+from offload_decode.common.rows.ggml_blocks import FORMATS, Blocks, unpack
 from offload_decode.common.rows.ggml_products import Matrices
 from offload_decode.common.slow_work import SlowWork
 from offload_decode.models.few_rows import FEW_ROWS, PROJECTIONS, FewRows
 from offload_decode.models.quantization import replaceable
-
-Blocks = npt.NDArray[np.uint8]
 
 _TILE = 8 << 20  # bytes of an unpacked tile: what stays in the cache of a processor, or nearly
 # Whether products of bfloat16 are the fastest: asked for once, as LLVM lists all that a processor has.
@@ -62,9 +60,7 @@ class BlockLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Unpacked anew: some models look into a layer, such as Jamba and the routers of HunYuan."""
-        whole = torch.empty(self.out_features, self.in_features)
-        unpack(self.blocks, self.kind, numbers_of(whole))
-        return whole.to(self.dtype)
+        return unpacked(self.blocks, self.kind, self.in_features, self.dtype)
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
         dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
@@ -74,7 +70,7 @@ class BlockLinear(nn.Module):
         out = torch.empty(len(rows), self.out_features, dtype=dtype)
         for start in range(0, self.out_features, step):
             own = self.blocks[start : start + step]
-            unpack(own, self.kind, numbers_of(tile[: len(own)]))
+            unpack(own, self.kind, _numbers(tile[: len(own)]))
             torch.mm(rows, tile[: len(own)].T, out=out[:, start : start + len(own)])
         return out
 
@@ -90,12 +86,18 @@ class BlockEmbedding(nn.Embedding):
         if ids.size and ids.min() < 0:
             raise IndexError("token ids are not negative")
         found = np.ascontiguousarray(self.blocks[ids])
-        out = torch.empty(len(found), self.embedding_dim)
-        unpack(found, self.kind, numbers_of(out))
-        return out.to(self.weight.dtype).reshape(*input.shape, self.embedding_dim)
+        rows = unpacked(found, self.kind, self.embedding_dim, self.weight.dtype)
+        return rows.reshape(*input.shape, self.embedding_dim)
 
 
-def numbers_of(out: Tensor) -> npt.NDArray[Any]:
+def unpacked(blocks: Blocks, kind: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of so many weights."""
+    wide = torch.empty(len(blocks), width, dtype=torch.float32 if dtype is torch.float16 else dtype)
+    unpack(blocks, kind, _numbers(wide))
+    return wide.to(dtype)
+
+
+def _numbers(out: Tensor) -> npt.NDArray[Any]:
     """A view for `unpack`."""
     return out.view(torch.uint16).numpy() if out.dtype is torch.bfloat16 else out.numpy()
 

@@ -109,18 +109,25 @@ def _before(
 
 
 @njit(nogil=True, cache=True)
+def _add_products(team: Any, x: Any, rows: Any, table: Any, norm: Any, eps: Any, out: Any) -> None:
+    """`x [M, K]` and the products of `rows`, which a norm follows where there is one, to `out [M, K]`."""
+    count, width = x.shape
+    added = products(team, rows, table)[: count * width].reshape(count, width)
+    if len(norm):
+        _norm(added, norm, eps, added)
+    for r in range(count):
+        for d in range(width):
+            out[r, d] = x[r, d] + added[r, d]
+
+
+@njit(nogil=True, cache=True)
 def _after(
     team: Any, x: Any, attended: Any, tables: Any, norms: Any, after_norms: Any, eps: Any, kind: int, out: Any
 ) -> None:
     """`x [M, K]`, before the layer, and `attended [M, heads * D]` to the layer's output `out [M, K]`."""
-    count, width = x.shape
+    count = len(x)
     summed, normed = np.empty_like(x), np.empty_like(x)
-    added = products(team, attended, tables[0])[: count * width].reshape(count, width)
-    if after_norms.shape[1]:
-        _norm(added, after_norms[0], eps, added)
-    for r in range(count):
-        for d in range(width):
-            summed[r, d] = x[r, d] + added[r, d]
+    _add_products(team, x, attended, tables[0], after_norms[0], eps, summed)
     _norm(summed, norms[1], eps, normed)
     both = products(team, normed, tables[1])
     inner = tables[1][0, 2]
@@ -129,12 +136,7 @@ def _after(
     for r in range(count):
         own = slice(r * inner, (r + 1) * inner)
         _activate(both[own], up[own], kind, active[r])
-    added = products(team, active, tables[2])[: count * width].reshape(count, width)
-    if after_norms.shape[1]:
-        _norm(added, after_norms[1], eps, added)
-    for r in range(count):
-        for d in range(width):
-            out[r, d] = summed[r, d] + added[r, d]
+    _add_products(team, summed, active, tables[2], after_norms[1], eps, out)
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from offload_decode.common.errors import ModelError
-from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
+from offload_decode.common.rows.ggml_blocks import FORMATS, Blocks
 from offload_decode.common.slow_work import SlowWork
 from offload_decode.hf.compat import class_of
 from offload_decode.hf.meta_device import Unfilled
-from offload_decode.models.block_layers import BlockLinear, compile_layers, look_up_in_blocks, numbers_of
+from offload_decode.models.block_layers import BlockLinear, compile_layers, look_up_in_blocks, unpacked
 from offload_decode.models.gguf import StoredTensor
 from offload_decode.models.gguf_cache import NORMS_WITH_ONE, PERMUTED, TABLE, Converted
 from offload_decode.models.quantization import hushed
-
-Blocks = npt.NDArray[np.uint8]
 
 
 def gguf_model(path: Path, converted: Converted, config: Any, dtype: torch.dtype, in_blocks: bool) -> Any:
@@ -109,9 +106,7 @@ class _File:
             if blocks is None:
                 found[name] = self._widened(name, tensor).to(dtype)
             else:
-                wide = torch.empty(tensor.shape, dtype=torch.float32 if dtype is torch.float16 else dtype)
-                unpack(*blocks, numbers_of(wide))
-                found[name] = wide.to(dtype)
+                found[name] = unpacked(*blocks, tensor.shape[1], dtype)
             work.add(found[name].nbytes)
         return found
 
