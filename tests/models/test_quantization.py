@@ -84,23 +84,30 @@ def test_models_that_look_into_their_layers_run(family: str, sizes: dict[str, An
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
 def test_few_rows_are_multiplied_as_many_are(tmp_path: Path, family: str, weights: str) -> None:
-    """Few rows round their inputs to 8 bits, and may run in compiled layers; many are unpacked and exact."""
+    """Few rows round their inputs to 8 bits, and may run in compiled layers; many are unpacked and exact.
+
+    Compiled layers differ in a last bit, which here and there rounds an input to the next code.
+    """
     saved(text_model(family=family, **SIZES), tmp_path / "model")
     model = load(str(tmp_path / "model"), "cpu", weights=weights).model
-    ids = torch.arange(3, 43)[None]
+    prompts = torch.randint(3, 60, (5, 1, 40), generator=torch.Generator().manual_seed(0))
 
     def few_rows() -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=ids[:, :FEW_ROWS], use_cache=False).logits[0]
-        return logits
+        found = [model(input_ids=ids[:, :FEW_ROWS], use_cache=False).logits[0] for ids in prompts]
+        return torch.stack(found)
 
     with torch.inference_mode():
-        many = model(input_ids=ids, use_cache=False).logits[0, :FEW_ROWS]
+        many = torch.stack([model(input_ids=ids, use_cache=False).logits[0, :FEW_ROWS] for ids in prompts])
         few = few_rows()
         compiled = [vars(layer).pop("forward", None) for layer in model.base_model.layers]
         assert all(compiled) == (family != "phi3")
         plain = few_rows()
-    assert 0 < (plain - many).norm() < 0.03 * many.norm()
-    assert (few - plain).norm() < 0.003 * many.norm()
+    size = many.norm(dim=(1, 2))
+    rounded, apart = ((plain - other).norm(dim=(1, 2)) / size for other in (many, few))
+    assert rounded.min() > 0
+    assert rounded.max() < 0.03
+    assert apart.median() < 1e-5
+    assert apart.max() < 0.03
     assert few.dtype is torch.float32
 
 

@@ -50,9 +50,9 @@ class Parts(NamedTuple):
         """Scales of a part."""
         return int(self.scales.type.count) // len(self.codes)
 
-    def scale(self, builder: Any, part: int, scales: Any = None) -> Any:
-        """Of each four codes of a part, <8 x float>: its own scales, or others in their order."""
-        lanes = [part * self.each] * 4 + [part * self.each + self.each - 1] * 4
+    def scale(self, builder: Any, parts: list[int], scales: Any = None) -> Any:
+        """Of each four codes of some parts, <8 x float> each: their own scales, or others in order."""
+        lanes = [part * self.each + half for part in parts for half in (0, self.each - 1) for _ in range(4)]
         return chosen(builder, self.scales if scales is None else scales, lanes)
 
 
@@ -292,8 +292,8 @@ def _emit_block(_: Any, kind: Any, blocks: Any, start: Any, out: Any, place: Any
             prefetch(builder, builder.gep(base, [ir.Constant(LONG, _AHEAD + line)]))
         read = form.read(builder, [base])
         for number, codes in enumerate(read.codes):
-            scales = read.scale(builder, number)
-            minima = None if read.minima is None else read.scale(builder, number, read.minima)
+            scales = read.scale(builder, [number])
+            minima = None if read.minima is None else read.scale(builder, [number], read.minima)
             for eight in range(0, PART, LANES):
                 some = chosen(builder, codes, list(range(eight, eight + LANES)))
                 wider = builder.sitofp(some, FLOATS)

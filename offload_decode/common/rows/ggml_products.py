@@ -2,14 +2,14 @@
 
 Activations are rounded to signed bytes, one float32 scale for each 32 of them (their largest magnitude by
 127, as ggml's own Q8_0), so that products of codes are whole numbers, and their sums the same on every
-processor. AVX-512 and AVX VNNI multiply and add 32 codes in one instruction, AVX2 in two, of which the first
-is unsigned: signs of codes, where a format has them, move to the activations. Plain vector operations serve
-all other processors. Minima are multiplied by sums of the activations, added up once for all weights.
+processor. AVX-512 multiplies and adds 64 codes in one instruction, AVX VNNI 32, AVX2 32 in two, of which the
+first is unsigned: signs of codes, where a format has them, move to the activations. Plain vector operations
+serve all other processors. Minima are multiplied by sums of the activations, added up once for all weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -24,12 +24,13 @@ from offload_decode.common.errors import ModelError
 from offload_decode.common.rows.compiled import at as address
 from offload_decode.common.rows.compiled import features
 from offload_decode.common.rows.ggml_blocks import (
+    BYTE,
     CODES,
     FLOAT,
-    FLOATS,
     FORMATS,
     INT,
     INTS,
+    LANES,
     LINE,
     LONG,
     PART,
@@ -51,6 +52,7 @@ Float32 = npt.NDArray[np.float32]
 
 TOGETHER = 4  # rows of activations that share the unpacked codes
 _PARTS = 4
+_PAIR = list(range(2 * PART))  # lanes of two parts behind each other
 _AHEAD = 4096  # bytes of blocks
 _TASK = 1 << 17  # bytes of blocks for one row of activations, at least: some ten microseconds
 _TILE = 16  # rows of weights that meet four rows of activations while these are in the nearest cache
@@ -136,15 +138,22 @@ def _called(builder: Any, name: str, kind: Any, *given: Any) -> Any:
 
 def _unsigned(builder: Any, codes: Any, by: Any) -> tuple[Any, Any]:
     """Codes without their signs, and activations times these. 128, of -128, is right as an unsigned byte."""
-    magnitude = _called(builder, "llvm.abs.v32i8", CODES, codes, ir.Constant(ir.IntType(1), 0))
-    return magnitude, _called(builder, "llvm.x86.avx2.psign.b", CODES, by, codes)
+    kind = codes.type
+    name = f"llvm.abs.v{kind.count}i8"
+    magnitude = _called(builder, name, kind, codes, ir.Constant(ir.IntType(1), 0))
+    if kind == CODES:
+        return magnitude, _called(builder, "llvm.x86.avx2.psign.b", kind, by, codes)
+    negative = builder.icmp_signed("<", codes, same(kind, 0))
+    return magnitude, builder.select(negative, builder.neg(by), by)
 
 
-def _with_vnni(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
+def _with_avx512(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
+    wide = codes.type.count * 8
     if signed:
         codes, by = _unsigned(builder, codes, by)
-    codes, by = (builder.bitcast(value, INTS) for value in (codes, by))
-    return _called(builder, "llvm.x86.avx512.vpdpbusd.256", INTS, same(INTS, 0), codes, by)
+    ints = ir.VectorType(INT, wide // 32)
+    codes, by = (builder.bitcast(value, ints) for value in (codes, by))
+    return _called(builder, f"llvm.x86.avx512.vpdpbusd.{wide}", ints, same(ints, 0), codes, by)
 
 
 def _with_avx2(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
@@ -165,14 +174,36 @@ def _with_vectors(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
     return sums
 
 
-_FORMS = {"vnni": _with_vnni, "avx2": _with_avx2, "vectors": _with_vectors}
+_FORMS = {"avx512": _with_avx512, "vnni": _with_avx512, "avx2": _with_avx2, "vectors": _with_vectors}
+
+
+def _multiplied(builder: Any, name: str, codes: list[Any], by: Any, signed: bool) -> Any:
+    """Products of two parts, or of one, with activations: <16 x i32>, each of four codes; zeros for a part
+    that is missing.
+    """
+    multiply = _FORMS[name]
+    if len(codes) == 1:
+        lower, upper = multiply(builder, codes[0], by, signed), same(INTS, 0)
+    elif name == "avx512":
+        return multiply(builder, chosen(builder, codes[0], _PAIR, codes[1]), by, signed)
+    else:
+        lower, upper = (
+            multiply(builder, own, chosen(builder, by, _PAIR[start : start + PART]), signed)
+            for own, start in zip(codes, (0, PART), strict=True)
+        )
+    return chosen(builder, lower, _PAIR[: 2 * LANES], upper)
 
 
 def forms() -> list[str]:
     """The forms that this processor runs, and numba is allowed to use, the fastest first."""
     own = features()
-    vnni = "avxvnni" in own or {"avx512vnni", "avx512vl"} <= own
-    return [*["vnni"] * vnni, *["avx2"] * ("avx2" in own), "vectors"]
+    wide = {"avx512vnni", "avx512vl", "avx512bw"} <= own
+    return [
+        *["avx512"] * wide,
+        *["vnni"] * (wide or "avxvnni" in own),
+        *["avx2"] * ("avx2" in own),
+        "vectors",
+    ]
 
 
 FORM = forms()[0]
@@ -193,7 +224,7 @@ def _emit_row(
     out: Any,
 ) -> Any:
     """Products of one row of weights with `together` rows of activations from `first` on, to `out [M, N]`."""
-    form, multiply = FORMATS[kind.literal_value], _FORMS[name.literal_value]
+    form = FORMATS[kind.literal_value]
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         number = partial(ir.Constant, LONG)
@@ -215,7 +246,8 @@ def _emit_row(
             ]
             for own in rows
         ]
-        for own, total in zip(rows, _totals(builder, form, multiply, base, width, begins), strict=True):
+        totals = _totals(builder, form, name.literal_value, base, width, begins)
+        for own, total in zip(rows, totals, strict=True):
             place = builder.add(builder.mul(own, step), row)
             builder.store(total, at(builder, out, builder.mul(place, number(4)), FLOAT))
         return context.get_dummy_value()
@@ -230,7 +262,7 @@ _row: Any = intrinsic(prefer_literal=True)(_emit_row)
 def _totals(
     builder: Any,
     form: Format,
-    multiply: Callable[..., Any],
+    name: str,
     base: Any,
     width: Any,
     activations: Sequence[Sequence[Any]],
@@ -242,7 +274,8 @@ def _totals(
     lows = ir.VectorType(FLOAT, once * form.scales)
     # A sum waits for its last addition, so one row of activations has two that take parts in turns.
     turns = 2 if len(activations) == 1 else 1
-    products = [[_variable(builder, FLOATS) for _ in range(turns)] for _ in activations]
+    floats = ir.VectorType(FLOAT, 2 * LANES)
+    products = [[_variable(builder, floats) for _ in range(turns)] for _ in activations]
     added = [_variable(builder, lows) for _ in activations]
 
     def more(total: Any, a: Any, b: Any) -> None:
@@ -260,10 +293,13 @@ def _totals(
             by = load(builder, scales, builder.udiv(along, number(8)), ir.VectorType(FLOAT, parts))
             by = chosen(builder, by, [part // each for part in range(parts * each)])
             by = builder.fmul(read.scales, by)
-            for part, weights in enumerate(read.codes):
-                own = load(builder, codes, builder.add(along, number(PART * part)), CODES)
-                whole = builder.sitofp(multiply(builder, weights, own, form.signed), FLOATS)
-                more(totals[part % turns], whole, read.scale(builder, part, by))
+            for part in range(0, parts, 2):
+                pair = read.codes[part : part + 2]
+                kind = ir.VectorType(BYTE, PART * len(pair))
+                own = load(builder, codes, builder.add(along, number(PART * part)), kind)
+                whole = builder.sitofp(_multiplied(builder, name, pair, own, form.signed), floats)
+                scale = read.scale(builder, [part, min(part + 1, parts - 1)], by)
+                more(totals[part // 2 % turns], whole, scale)
             if read.minima is not None:
                 own = load(builder, sums[each - 1], builder.udiv(along, number(8 // each)), by.type)
                 values = [own, read.minima]
