@@ -59,6 +59,7 @@ def needle(
 
     from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common import files
+    from offload_decode.evals.contender import Contender
     from offload_decode.evals.extra import PICTURES, STATISTICS, require
     from offload_decode.evals.needle_grid import GridPlan, measure
     from offload_decode.evals.plots import save_needles
@@ -74,7 +75,7 @@ def needle(
     budgets = Budget(chosen.budget, chosen.schedule, chosen.dense_layers)
     budgets.per_layer(counts[0], loaded.shape.full_layers, loaded.shape.kv_heads)
     plan = GridPlan(counts, shares, selector, options, trials)
-    kinds = [] if (kind := run.index_of(options)) is None else [kind]
+    kinds = run.index_kinds([Contender(selector, options)])
     stores = run.PrefilledStores(loaded, haystack.name, Settings(), kinds)
     out.mkdir(parents=True, exist_ok=True)
     with Progress(quiet) as progress:

@@ -85,12 +85,12 @@ def perplexity(
     announce_compiling()
     settings = shared.prefill_settings(prefill)
     haystack = shared.read_haystack(text)
-    stored = {"method": settings.method, **settings.options}
+    kinds = shared.index_kinds(contenders)
+    stored = shared.how_stored(settings, kinds)
     bare = token_counts(windows)
     plan = PerplexityPlan(haystack, counts, contenders, places, chunk, bare, sliding, stored)
     loaded = load(model, device, rope=rope)
     with TemporaryDirectory(prefix="offload-decode-eval-") as folder, Progress(quiet) as progress:
-        kinds = shared.index_kinds(contenders)
         grown = GrowingStore(loaded, Path(folder), plan.longest, settings, kinds)
         evaluation = Perplexity(loaded, plan, grown)
         shared.rehearse(contenders, loaded, haystack, settings)

@@ -200,11 +200,12 @@ def ask_all(
     haystack = read_haystack(text)
     if how.stores is not None and how.stores.exists() and not how.stores.is_dir():
         raise ConfigError(f"--stores {how.stores} is no folder: name one, which is made where there is none")
-    stored = {"method": settings.method, **settings.options}
+    kinds = index_kinds(contenders)
+    stored = how_stored(settings, kinds)
     controls, seeds = CONTROL_EVERY if how.control else 0, numbers(how.seeds)
     plan = AnswerPlan(suite, counts, tuple(contenders), limit, seeds, how.begin, stored, controls)
     loaded = load(how.model, how.device, rope=how.rope)
-    stores = PrefilledStores(loaded, haystack.name, settings, index_kinds(contenders), how.stores)
+    stores = PrefilledStores(loaded, haystack.name, settings, kinds, how.stores)
     rehearse(contenders, loaded, haystack, settings)
     evaluated = evaluated or Answering
     evaluation = evaluated(plan, chosen, loaded, haystack, stores)
@@ -228,6 +229,11 @@ def prefill_settings(text: str) -> Settings:
 
     (named,) = read_contenders([text])
     return Settings(named.selector, dict(named.options))
+
+
+def how_stored(settings: Settings, kinds: Sequence[str]) -> dict[str, Any]:
+    """What results say of their stores: how these were prefilled, and the indexes beside them."""
+    return {"method": settings.method, **settings.options, "indexes": [*kinds]}
 
 
 def rehearse(
@@ -276,19 +282,12 @@ def read_haystack(text: str | None) -> Haystack:
 def checked_selector(selector: str, options: Mapping[str, str]) -> SelectorOptions:
     """The parsed options: what the selector would refuse after the first prefill is refused before it."""
     from offload_decode.indexes import registry
+    from offload_decode.kv.indexes import AUTO
     from offload_decode.selectors.registry import get
 
-    if (kind := index_of(options)) is not None:
-        registry.get(kind)
+    if "index" in options and options["index"] != AUTO:
+        registry.get(options["index"])
     return parse_options(get(selector).options_type, options, f"selector '{selector}'")
-
-
-def index_of(options: Mapping[str, str]) -> str | None:
-    """The kind that is asked for by name."""
-    from offload_decode.kv.indexes import AUTO
-
-    kind = options.get("index", AUTO)
-    return None if kind == AUTO else kind
 
 
 def read_contenders(given: Sequence[str]) -> list[Contender]:
@@ -305,8 +304,12 @@ def read_contenders(given: Sequence[str]) -> list[Contender]:
     return contenders
 
 
-def index_kinds(contenders: Sequence[Contender]) -> list[str]:
-    return sorted({kind for way in contenders if (kind := index_of(way.options)) is not None})
+def index_kinds(contenders: Iterable[Contender]) -> list[str]:
+    """The indexes that are built for them, as users would: the default kind where none is named."""
+    from offload_decode.selectors.registry import index_kind
+
+    kinds = (index_kind(way.selector, way.options) for way in contenders)
+    return sorted({kind for kind in kinds if kind is not None})
 
 
 @dataclass(frozen=True)

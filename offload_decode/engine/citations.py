@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,17 @@ Array = npt.NDArray[Any]
 AnySelection = Selection | PageSelection
 
 
+class Observer(Protocol):
+    """Sees what each layer attends to."""
+
+    def see(
+        self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState
+    ) -> None:
+        """Take note of some rows, int64 `[n]`, of what was selected for `queries` of one layer: those of this
+        conversation's tokens that count. `state [Hkv, R]` is that of all stored tokens, estimated ones too.
+        """
+
+
 class Watch:
     """Sums the attention that one conversation pays to each stored token while it is watched.
 
@@ -65,9 +76,6 @@ class Watch:
     def see(
         self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState
     ) -> None:
-        """Take note of some rows, int64 `[n]`, of what was selected for `queries` of one layer: those of this
-        conversation's tokens that count. `state [Hkv, R]` is that of all stored tokens, estimated ones too.
-        """
         if not len(rows):
             return
         own = replace(queries, vectors=queries.on_host()[:, rows], group=1, tokens=1, copy=None)

@@ -15,7 +15,7 @@ from offload_decode.attention.pages_reference import count_tokens
 from offload_decode.attention.queries import Queries, merge_states
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.citations import Watch, last_queries
+from offload_decode.engine.citations import Observer, last_queries
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
 from offload_decode.selectors import unselected as tails
@@ -49,7 +49,7 @@ class StoredPrefix:
         self._kv_heads = chosen.selector.shape.kv_heads
         self.one_pass = OnePass.of(host, chosen, tail)
         self.stats = StepStats()
-        self.watches: tuple[Watch, ...] = ()
+        self.watches: tuple[Observer, ...] = ()
         self.ends: tuple[int, ...] = ()
 
     @classmethod

@@ -21,7 +21,6 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
-from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
@@ -57,17 +56,21 @@ class DenseRun:
     calls: tuple[Call, ...]
 
 
-class Watched(Budgeted):
-    """Keeps the rows that a selector was asked for and what it chose."""
+class Selections:
+    """An `Observer` that keeps the rows that were asked for, and what was selected."""
 
-    def __init__(self, chosen: Budgeted):
-        super().__init__(chosen.selector)
+    def __init__(self) -> None:
         self.seen: list[tuple[Queries, Selection | PageSelection]] = []
 
-    def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
-        selection = super().select(layer, queries)
+    def see(
+        self,
+        layer: int,
+        rows: Tensor,
+        queries: Queries,
+        selection: Selection | PageSelection,
+        state: AttentionState,
+    ) -> None:
         self.seen.append((queries, selection))
-        return selection
 
 
 FORCED = 256  # tokens whose logits are in memory at once
@@ -147,12 +150,13 @@ def replay(
     stored part, and what it cost.
     """
     prefix.selector.reset()
-    watched = Watched(prefix.chosen)
-    asked = StoredPrefix(prefix.host, watched, prefix.tail)
+    watch = Selections()
+    asked = StoredPrefix(prefix.host, prefix.chosen, prefix.tail)
+    asked.watches = (watch,)
     for call in calls:
         state = asked.attend(call.layer, call.query, call.scaling, call.softcap)
-        selections = [selected_ids(selection, rows, asked.length) for rows, selection in watched.seen]
-        watched.seen.clear()
+        selections = [selected_ids(selection, rows, asked.length) for rows, selection in watch.seen]
+        watch.seen.clear()
         out = state.out.reshape(prefix.selector.shape.kv_heads, -1, state.out.shape[-1])
         yield call, _joined(selections), out, asked.take_stats()
 

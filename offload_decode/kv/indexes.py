@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+DEFAULT = "clusters"
+"""The kind that is built and searched unless another one is asked for."""
 PARTIAL, OLD = ".partial", ".old"
 
 
@@ -132,9 +134,9 @@ def examine(store: Store, kind: str) -> Built | None:
 
 
 def default_kind(store: Store) -> str:
-    """`clusters` where they are built, else `flat`, which needs no files."""
-    built = examine(store, "clusters")
-    return "clusters" if built is not None and built.whole else "flat"
+    """The `DEFAULT` where it is built, else `flat`, which needs no files."""
+    built = examine(store, DEFAULT)
+    return DEFAULT if built is not None and built.whole else "flat"
 
 
 @dataclass(frozen=True)

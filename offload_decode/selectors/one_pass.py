@@ -49,7 +49,8 @@ class OnePass:
     def of(cls, host: HostKV, chosen: Budgeted, tail: Tail | None) -> OnePass | None:
         """None where other ways of choosing or estimating are asked for, or a device."""
         selector = chosen.selector
-        searches = isinstance(selector, TopK) and selector.indexes.kind == "clusters"
+        # Of no other class: one that is derived may choose in its own way.
+        searches = type(selector) is TopK and selector.indexes.kind == "clusters"
         if not searches or host.device.type != "cpu":
             return None
         if tail is None:

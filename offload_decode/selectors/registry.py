@@ -69,6 +69,16 @@ def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelS
     return Budgeted(kind(given, host, shape, budgets))
 
 
+def index_kind(name: str, options: Mapping[str, object]) -> str | None:
+    """The kind of index that a selector searches with these options where every kind is built; None for one
+    that searches none. Raises as `get`.
+    """
+    from offload_decode.kv.indexes import AUTO, DEFAULT
+
+    kind = options.get("index", getattr(get(name).options_type, "index", None))
+    return DEFAULT if kind == AUTO else None if kind is None else str(kind)
+
+
 # Built-in selectors' declarations are read from their source, as importing them imports torch; those of
 # extensions, whose source may be anything, from their class.
 

@@ -16,7 +16,7 @@ from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError, OffloadDecodeWarning, VectorIndexError
 from offload_decode.indexes import registry
 from offload_decode.indexes.base import Hits, VectorIndex
-from offload_decode.kv.indexes import AUTO, class_of, examine, index_path, kind_folder
+from offload_decode.kv.indexes import AUTO, DEFAULT, class_of, examine, index_path, kind_folder
 from offload_decode.selectors.base import Selector, SelectorOptions
 from offload_decode.selectors.scores import top_inner_products
 from offload_decode.store.base import Store
@@ -100,7 +100,7 @@ class HeadIndexes:
         self._loaded: dict[tuple[int, int], VectorIndex] = {}
         self._layers: dict[int, list[VectorIndex]] = {}  # those of which all heads are loaded
         self._may_fall_back = kind == AUTO
-        self.kind = "clusters" if kind == AUTO else kind
+        self.kind = DEFAULT if kind == AUTO else kind
         self._class = class_of(store, self.kind)
         if self.kind == "flat":
             return

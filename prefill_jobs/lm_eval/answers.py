@@ -18,10 +18,10 @@ from offload_decode.config import EngineConfig
 from offload_decode.engine.batching import LOGITS, Turn, run_turns
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine, without_corpus
-from offload_decode.kv.indexes import AUTO
 from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.prefill_jobs.many import cached_store_name, kept
+from offload_decode.selectors.registry import index_kind
 from offload_decode.store.format import token_hash
 from offload_decode.types import Document
 
@@ -247,8 +247,8 @@ class Stores:
         lasting = None if self.folder is None else nullcontext(str(self.folder))
         with lasting or TemporaryDirectory(prefix="offload-decode-") as folder:
             path = Path(folder, self._name(prefix, following))
-            kind = str(self.config.options.get("index", AUTO))
-            store = kept(path, make, () if kind == AUTO else (kind,))
+            kind = index_kind(self.config.selector, self.config.options)
+            store = kept(path, make, () if kind is None else (kind,))
             if store.manifest.token_hash != token_hash(prefix):
                 raise StoreMismatch(f"{path} is of another text than its name says: remove it.")
             yield Engine.open(store, self.loaded, self.config)

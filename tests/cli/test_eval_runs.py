@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals import tasks
 from offload_decode.evals.runs import read
 from tests.cli.conftest import done, json_of, refused, run
@@ -73,7 +74,29 @@ def test_ruler_asks_what_is_named(home, out):
     small = ("--tasks", "niah_single_2", "--lengths", "600", "--limit", "1", "--budgets", "8,2%", "-q")
     ran = done("eval", "ruler", "--model", home / "model", *small, "--out", out)
     assert read(out).header.configuration["contenders"] == ["dense", "topk:budget=8", "topk:budget=2%"]
+    assert read(out).header.configuration["prefill"]["indexes"] == ["clusters"]
     assert "could not be told from chance" in ran.out  # one question is too few
+
+
+@pytest.mark.parametrize(
+    ("way", "index"),
+    [("topk", "clusters"), ("topk:index=flat", "flat"), ("quest", None), ("quest+topk", None)],
+)
+def test_the_index_that_a_user_would_have_is_searched(home, out, monkeypatch, way, index):
+    """Of each store but those that are opened once to see that all ways work."""
+    searched = []
+    real = StoredPrefix.begin
+
+    def spied(self, *given):
+        searched.append(getattr(getattr(self.selector, "indexes", None), "kind", None))
+        return real(self, *given)
+
+    monkeypatch.setattr(StoredPrefix, "begin", spied)
+    small = ("--tasks", "niah_single_2", "--lengths", "600", "--limit", "1", "--budgets", "8", "-q")
+    done("eval", "ruler", "--model", home / "model", *small, "-s", way, "--no-control", "--out", out)
+    assert searched
+    assert set(searched) <= {index, None}
+    assert index in searched
 
 
 def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home, out, tmp_path):

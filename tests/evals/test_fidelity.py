@@ -11,24 +11,28 @@ import torch
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
+from offload_decode.common.rows import threads
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals import fidelity, plots
 from offload_decode.evals.closeness import MEASURES, Exact, summarize
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.fidelity import FidelityPlan, FidelityReport, Source, forced, measure
-from offload_decode.evals.recorded_queries import DenseRun, replay, run_dense, sampled_calls
+from offload_decode.evals.recorded_queries import Call, DenseRun, replay, run_dense, sampled_calls
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.selectors.base import Memory, Selector
 from offload_decode.selectors.budgeted import Budgeted
+from offload_decode.selectors.one_pass import Attended, OnePass
 from offload_decode.selectors.query_free import Dense
 from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection
+from tests.tiny import random_ids, served_model, token_store
 
 TEXT = "".join(f"Thing {number} weighs {number * number} grams.\n" for number in range(9))
 QUESTION = "What weighs 25 grams?"
@@ -57,6 +61,39 @@ def run(loaded: LoadedModel, store: KVStore) -> DenseRun:
 def report(loaded: LoadedModel, store: KVStore) -> FidelityReport:
     contenders = tuple(map(Contender, ("dense", "oracle", "topk", "random", "streaming")))
     return measure(loaded, store, FidelityPlan(contenders, ("4", "25%"), (QUESTION, "And 16?"), 5))
+
+
+def test_one_compiled_call_is_measured_as_its_parts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an indexed store, whose heads are searched, attended to and estimated at once."""
+    path = tmp_path / "store"
+    token_store(path, served_model("llama", num_hidden_layers=2), random_ids(3000))
+    build_indexes(path, "clusters", k=16, recall=0.5)
+    monkeypatch.setattr(threads, "THREADS", 2)
+    host = HostKV(KVStore.open(path), torch.device("cpu"))
+    shape = host.store.manifest.shape
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn(1, shape.query_heads, 1, shape.head_dim, generator=generator)
+    call = Call(shape.full_layers[-1], query, 0.3, None)
+    prefix = StoredPrefix.over(host, shape, "topk", {"budget": "20"})
+    at_once = []
+    real = OnePass.attend
+
+    def spied(self: OnePass, layer: int, queries: Queries) -> Attended | None:
+        at_once.append(real(self, layer, queries))
+        return at_once[-1]
+
+    monkeypatch.setattr(OnePass, "attend", spied)
+    ((_, ids, out, stats),) = replay(prefix, [call])
+    assert at_once[0] is not None
+    monkeypatch.setattr(OnePass, "attend", lambda self, layer, queries: None)
+    ((_, parts, expected, cost),) = replay(prefix, [call])
+    assert ids is not None
+    assert parts is not None
+    assert torch.equal(ids.sort().values, parts.sort().values)
+    assert torch.allclose(out, expected, rtol=1e-5, atol=1e-5)
+    assert (stats.selected, stats.bytes_moved) == (cost.selected, cost.bytes_moved)
 
 
 def _random_rows(host: HostKV, rows: int = 6) -> Queries:

@@ -156,7 +156,7 @@ def test_results_come_in_the_order_of_their_requests(ours):
 def test_a_prefix_is_stored_once_and_found_again_by_a_later_run(ours, tmp_path, monkeypatch):
     kept = {"selector": "topk", "budget": 9, "stores": str(tmp_path / "stores")}
     first = scored(ours(**kept))
-    names = sorted(path.name for path in (tmp_path / "stores").iterdir())
+    names = sorted(path.name for path in (tmp_path / "stores").glob("*.kv"))
     assert len(names) == 2  # of the document, and of the other one
 
     def refuse(*_, **__):
