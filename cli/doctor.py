@@ -20,10 +20,10 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.common.memory import total_memory
 
 PROJECT = "offload-decode"
-LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr")
+LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr", "accelerate", "gguf")
 OPTIONAL = (
     *("hnswlib", "triton", "matplotlib", "pypdf", "python-docx", "obstore", "ray"),
-    *("bitsandbytes", "accelerate", "compressed-tensors", "gguf"),
+    *("bitsandbytes", "compressed-tensors"),
 )
 # All of these provide the module `faiss`: at most one may be installed.
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu12", "faiss-gpu-cu11")

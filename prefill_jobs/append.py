@@ -230,6 +230,7 @@ def _check_model(store: KVStore, loaded: LoadedModel) -> None:
         tokenizer_hash=loaded.tokenizer_hash,
         dtype=loaded.dtype,
         shape=loaded.shape,
+        model_id=loaded.model_id,
     )
     if loaded.weights != store.manifest.weights:
         raise StoreMismatch(

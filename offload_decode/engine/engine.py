@@ -68,6 +68,7 @@ class Engine(Conversation):
             tokenizer_hash=loaded.tokenizer_hash if loaded.tokenizer is not None else None,
             dtype=loaded.dtype,
             shape=loaded.shape,
+            model_id=loaded.model_id,
         )
         check_placement(config.attend, config.device_cache, loaded.device)
         tell_of_indexer(loaded.model.config, opened.manifest.n_tokens)

@@ -16,7 +16,7 @@ from offload_decode.hf.rope_scaling import parse_rope, scale_rope
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.gguf_cache import converted
 from offload_decode.models.prompt import is_failure
-from offload_decode.models.quantization import GGUF, check_packages, quantization_of
+from offload_decode.models.quantization import quantization_of
 from offload_decode.models.tokenizer_file import check_tokenizer
 from offload_decode.types import ModelShape
 
@@ -110,7 +110,6 @@ def stated_config(model_id: str) -> Any:
     source = source_of(model_id)
     with model_errors(f"cannot read the config of '{model_id}'"):
         if source.endswith(SUFFIX):
-            check_packages(GGUF)
             config = text_of(converted(Path(source)).config)
         else:
             folder = Path(source) if Path(source).is_dir() else Path(str(cached_file(source, CONFIG))).parent

@@ -229,10 +229,10 @@ def load(
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
     # A name by which a store finds its model from any folder.
-    if Path(model_id).is_dir() and model_id not in demo_models.NAMES:
-        model_id = str(Path(model_id).resolve())
-    elif gguf:
+    if gguf:
         model_id = str(Path(source).absolute())
+    elif Path(model_id).is_dir() and model_id not in demo_models.NAMES:
+        model_id = str(Path(model_id).resolve())
     loaded = wrap(model, tokenizer, model_id, fingerprint, known)
     numbers = "auto" if weights in (STREAMED, FULL) else weights
     return replace(loaded, streamed=weights == STREAMED, weights=numbers, stated_ends=ends, scaled=rope)

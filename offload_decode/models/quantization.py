@@ -46,15 +46,15 @@ _NONE, _GPU, _EVERYWHERE = frozenset[str](), frozenset({"gpu"}), frozenset({"cpu
 GGUF = "gguf"
 # By `quant_method`, as a config.json names it.
 FORMATS = {
-    "awq": Format("AWQ", ("accelerate", "gptqmodel"), "gptqmodel", _EVERYWHERE),
-    "bitnet": Format("BitNet", ("accelerate",), _QUANT, _EVERYWHERE),
-    "bitsandbytes": Format("bitsandbytes", ("accelerate", "bitsandbytes"), _QUANT, _EVERYWHERE),
-    "compressed-tensors": Format("compressed-tensors", ("accelerate", "compressed_tensors"), _QUANT, _NONE),
-    "fp8": Format("FP8", ("accelerate",), _QUANT, _GPU),
-    "gptq": Format("GPTQ", ("accelerate", "gptqmodel", "optimum"), "gptqmodel optimum", _EVERYWHERE),
-    "mxfp4": Format("MXFP4", ("accelerate",), _QUANT, _GPU),
-    "torchao": Format("torchao", ("accelerate", "torchao"), "accelerate torchao", _EVERYWHERE),
-    GGUF: Format("GGUF", ("accelerate", "gguf"), _QUANT, frozenset({"cpu"})),
+    "awq": Format("AWQ", ("gptqmodel",), "gptqmodel", _EVERYWHERE),
+    "bitnet": Format("BitNet", (), "", _EVERYWHERE),
+    "bitsandbytes": Format("bitsandbytes", ("bitsandbytes",), _QUANT, _EVERYWHERE),
+    "compressed-tensors": Format("compressed-tensors", ("compressed_tensors",), _QUANT, _NONE),
+    "fp8": Format("FP8", (), "", _GPU),
+    "gptq": Format("GPTQ", ("gptqmodel", "optimum"), "gptqmodel optimum", _EVERYWHERE),
+    "mxfp4": Format("MXFP4", (), "", _GPU),
+    "torchao": Format("torchao", ("torchao",), "torchao", _EVERYWHERE),
+    GGUF: Format("GGUF", (), "", frozenset({"cpu"})),
 }
 # What a GPU must have to run these packed: the least compute capability, and modules.
 _ON_GPU = {"fp8": ((8, 9), ("kernels",)), "mxfp4": ((7, 5), ("kernels", "triton"))}
@@ -164,10 +164,9 @@ def check_weights(weights: str) -> None:
 
 def check_quantizer(weights: str, device: torch.device) -> None:
     """ConfigError where the library that quantizes whole weights for a device is missing."""
-    library = "gguf" if device.type == "cpu" else "bitsandbytes"
-    if weights in FEW_BITS and find_spec(library) is None:
+    if weights in FEW_BITS and device.type != "cpu" and find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"weights in int8 or int4 need {library}: pip install {_QUANT}, or leave --weights out"
+            f"weights in int8 or int4 need bitsandbytes: pip install {_QUANT}, or leave --weights out"
         )
 
 

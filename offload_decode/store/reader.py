@@ -199,8 +199,11 @@ class KVStore:
         tokenizer_hash: str | None = None,
         dtype: str | None = None,
         shape: ModelShape | None = None,
+        model_id: str | None = None,
     ) -> None:
-        """StoreMismatch where what is given of a model differs from the model that made the store."""
+        """StoreMismatch where what is given of a model differs from the model that made the store; the name
+        is not compared, but tells a GGUF file from a checkpoint.
+        """
         ours = self.manifest
         for difference, stored, current in (
             ("another configuration", ours.model_config_hash, config_hash),
@@ -216,6 +219,13 @@ class KVStore:
                     f"{self.path} was made by another release ({ours.software}), which knows models by other "
                     "fingerprints, so it cannot be told whether this model made it: prefill again, or use "
                     "that release."
+                )
+            if model_id is not None and _is_gguf(model_id) != _is_gguf(ours.model_id):
+                made, other = ("is", "is not") if _is_gguf(ours.model_id) else ("is not", "is")
+                raise StoreMismatch(
+                    f"{self.path} was prefilled by {ours.model_id}, which {made} a GGUF file, and {model_id} "
+                    f"{other}: a GGUF file is known by its bytes, so that a copy of its weights is another "
+                    "model. Open the store with the model that made it, or prefill again."
                 )
             raise StoreMismatch(
                 f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model has "
@@ -289,3 +299,7 @@ def verify_store(path: str | Path, progress: files.Report | None = None) -> None
 
     with surfaced(root):
         of_one(root, verify)
+
+
+def _is_gguf(model_id: str) -> bool:
+    return model_id.endswith(".gguf")

@@ -147,7 +147,6 @@ def test_an_8b_model_for_a_card_of_16_gib(monkeypatch):
 
 
 def test_a_gguf_file_is_planned_in_its_blocks(tmp_path):
-    pytest.importorskip("gguf")
     file = few_bits.gguf(tmp_path / "tiny")
     told = run("plan", "--model", file, "--tokens", "16K", *ROOMY)
     assert told.code == 0, told.err

@@ -11,7 +11,6 @@ from tests.planning.outlines import llama_8b
 @pytest.fixture(scope="module")
 def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that was prefilled with int8 weights."""
-    pytest.importorskip("gguf")
     out = tmp_path_factory.mktemp("weights") / "small.kv"
     made = ("--model", home / "model", "--out", out, "--weights", "int8", "--device", "cpu")
     done("prefill", home / "corpus.txt", *made)

@@ -1,5 +1,6 @@
 """Weights in GGUF's blocks: unpacked as the gguf package does, and multiplied where they lie."""
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from offload_decode.common.rows.ggml_blocks import FORMATS, unpack
 from offload_decode.common.rows.ggml_products import Matrices, quantized
 from tests.common.test_scan import run_compiled
 
-gguf = pytest.importorskip("gguf")
 HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 12: [0, 2], 13: [0, 2], 14: [208]}  # bytes of float16
 KINDS = [pytest.param(kind, id=form.name) for kind, form in FORMATS.items()]
 OF_512 = 37  # rows, no multiple of what a thread or a tile takes

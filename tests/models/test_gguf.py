@@ -32,7 +32,6 @@ def header(*pairs: bytes, tensors: int = 0, version: int = 3, count: int | None 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("gguf")
     return few_bits.gguf(tmp_path_factory.mktemp("gguf") / "model")
 
 

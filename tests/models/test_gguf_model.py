@@ -11,16 +11,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from offload_decode.common.errors import ModelError
+from offload_decode.common.errors import ModelError, StoreMismatch
+from offload_decode.engine.engine import Engine
 from offload_decode.models import gguf_cache
 from offload_decode.models.block_layers import FEW_ROWS, BlockEmbedding, BlockLinear
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash
 from offload_decode.models.gguf_cache import ARCHITECTURES, converted, headers_folder
 from offload_decode.models.loading import load
 from offload_decode.models.size_estimate import outline
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models import few_bits
-
-pytest.importorskip("gguf")
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,24 @@ def test_a_header_is_converted_once(made: Any, empty_cache: Path, monkeypatch: p
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     assert theirs.encode(text) == again.tokenizer.encode(text)
     assert again.tokenizer_hash == tokenizer_hash(again.tokenizer)
+
+
+def test_a_copy_of_its_weights_is_told_why_it_cannot_open_the_store(made: Any, tmp_path: Path) -> None:
+    file = made("llama")
+    unpacked = load(str(file), "cpu", weights="full")
+    for part in (unpacked.model, unpacked.tokenizer):
+        part.save_pretrained(tmp_path / "copy")
+    store = tmp_path / "store.kv"
+    prefill_texts(load(str(file.parent), "cpu"), [TextDocument("text", "Some words. " * 9)], store)
+    assert Engine.open(store).loaded.model_id == str(file), "a folder stands for the file in it"
+    with pytest.raises(
+        StoreMismatch, match=r"\.gguf, which is a GGUF file, and .*/copy is not: a GGUF file is known"
+    ):
+        Engine.open(store, str(tmp_path / "copy"))
+    other = tmp_path / "other.kv"
+    prefill_texts(load(str(tmp_path / "copy"), "cpu"), [TextDocument("text", "Some words. " * 9)], other)
+    with pytest.raises(StoreMismatch, match=r"/copy, which is not a GGUF file, and .*\.gguf is: a"):
+        Engine.open(other, str(file))
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(made: Any, empty_cache: Path) -> None:

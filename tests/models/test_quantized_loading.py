@@ -40,7 +40,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "mxfp4": (few_bits.mxfp4, ()),
     "compressed-tensors": (few_bits.compressed, ("compressed_tensors",)),
     "bitnet": (few_bits.bitnet, ()),
-    "gguf": (few_bits.gguf, ("gguf",)),
+    "gguf": (few_bits.gguf, ()),
     "gptq": (few_bits.gptq, ("optimum", "gptqmodel")),
     "awq": (few_bits.awq, ("gptqmodel",)),
     "torchao": (few_bits.torchao, ("torchao",)),
@@ -69,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     @cache
     def make(kind: str) -> Path:
         build, needs = MADE[kind]
-        for name in ("accelerate", *needs):
+        for name in needs:
             pytest.importorskip(name)
         return build(home / kind)
 
@@ -198,12 +198,10 @@ def test_nothing_in_fewer_bits_is_proposed_for_it(made: Made) -> None:
 @pytest.mark.parametrize(
     ("kind", "missing", "install"),
     [
-        ("fp8", "accelerate", r"'offload-decode\[quant\]'"),
-        ("mxfp4", "accelerate", r"'offload-decode\[quant\]'"),
         ("compressed-tensors", "compressed_tensors", r"'offload-decode\[quant\]'"),
         ("gptq", "gptqmodel", "gptqmodel optimum"),
         ("awq", "gptqmodel", "gptqmodel"),
-        ("torchao", "torchao", "accelerate torchao"),
+        ("torchao", "torchao", "torchao"),
         ("bitsandbytes", "bitsandbytes", r"'offload-decode\[quant\]'"),
     ],
 )

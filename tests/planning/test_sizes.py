@@ -169,7 +169,6 @@ def test_quantised_weights_are_as_large_as_the_librarys(weights):
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_blocks_are_counted(tmp_path, weights, tied):
-    pytest.importorskip("gguf")
     sizes_of = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": tied}
     model = text_model(**sizes_of)
     model.config.save_pretrained(tmp_path)
