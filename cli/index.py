@@ -158,15 +158,20 @@ def summary(report: BuildReport, verb: str = "built") -> str:
         f"{report.folder}: {report.heads:,} heads ({report.built:,} {verb}{kept}), "
         f"{output.size(report.bytes)}, in {output.duration(report.seconds)}"
         f"; recall{at} {report.recall:.3f} on average, {report.lowest_recall:.3f} for the worst head"
-        f"{attention(report.mass, report.best)}{f'; {tuned}' if tuned else ''}"
+        f"{_attention(report)}{f'; {tuned}' if tuned else ''}"
     )
 
 
-def attention(mass: float | None, best: float | None) -> str:
+def _attention(report: BuildReport) -> str:
     """What is found of the attention to the exact top-k, where it was measured."""
-    if mass is None or best is None:
+    if report.mass is None:
         return ""
-    return f"; {mass:.2%} of the attention to them, the best key for {best:.2%} of the queries"
+    low = "" if report.low is None else f" ({report.low:.1%} at the 1st percentile)"
+    return (
+        f"; {report.mass:.2%} of the attention to them{low}, over a tenth lost for {report.lost:.2%} of the "
+        f"queries ({report.most_lost:.2%} for the worst head), the best key found for {report.best:.2%} "
+        f"({report.least_best:.2%})"
+    )
 
 
 def _span(value: object) -> str:

@@ -150,7 +150,8 @@ def _documents(store: KVStore) -> list[list[str]]:
 
 
 def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
-    columns = "index, size, heads, recall measured, worst head, attention, best key, tuned to a full scan"
+    columns = "index, size, heads, recall measured, worst head, attention, queries that lose over a tenth, "
+    columns += "worst head, best key found, worst head, tuned to a full scan"
     rows = [columns.split(", ")]
     for found in indexes:
         whole = found.heads == found.heads_in_all
@@ -160,7 +161,8 @@ def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
         lowest = "" if found.lowest_recall is None else f"{found.lowest_recall:.3f}"
         scans = f"{found.full_scans:,} heads" if found.full_scans else ""  # where an index saves nothing
         scans = "all heads" if scans and found.full_scans == found.heads else scans
-        shares = ["" if share is None else f"{share:.2%}" for share in (found.mass, found.best)]
+        measured = found.mass, found.lost, found.most_lost, found.best, found.least_best
+        shares = ["" if share is None else f"{share:.2%}" for share in measured]
         rows.append([found.kind, output.size(found.bytes), heads, mean, lowest, *shares, scans])
     return rows
 

@@ -108,6 +108,7 @@ class Quality(NamedTuple):
     mass: float
     lost: float
     best: float
+    low: float
 
 
 def quality(hits: Hits, truth: Hits, scaling: float) -> Quality:
@@ -124,6 +125,7 @@ def quality(hits: Hits, truth: Hits, scaling: float) -> Quality:
         mass=float(np.mean(mass)),
         lost=float(np.mean(mass < 1 - LOSS)),
         best=float(np.mean(hits.scores[:, :1] >= top - tolerance)),
+        low=float(np.percentile(mass, 1)),
     )
 
 

@@ -51,9 +51,10 @@ class RecallRecord:
     no queries were stored. parameter, value: the search parameter (`nprobe`, `ef`) chosen for `target`.
     full_scan: no smaller value reached the target than the one at which every key is read.
 
-    Beside exact top-k, of the queries: mass: the mean share of its attention (at a scaling of 1/sqrt(D)) that
-    the found keys have. lost: the share of queries for which it is below 1 - LOSS. best: the share of queries
-    whose best key was found. None where they were not measured: on keys, and by earlier versions.
+    Beside exact top-k, of the queries: mass, low: the mean and the 1st percentile of the share of its
+    attention (at a scaling of 1/sqrt(D)) that the found keys have. lost: the share of queries for which that
+    is below 1 - LOSS. best: the share of queries whose best key was found. None where they were not
+    measured: on keys, and by earlier versions.
     """
 
     target: float
@@ -67,6 +68,7 @@ class RecallRecord:
     mass: float | None = None
     lost: float | None = None
     best: float | None = None
+    low: float | None = None
 
 
 @dataclass(frozen=True)

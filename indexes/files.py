@@ -44,7 +44,7 @@ _RECALL: dict[str, Callable[[Any], bool]] = {
     "value": lambda value: type(value) in _NUMBER and 0 < value <= MAX_KEYS,
     "full_scan": lambda value: isinstance(value, bool),
 }
-_ATTENTION = ("mass", "lost", "best")  # of a recall, since they are measured
+_ATTENTION = ("mass", "lost", "best", "low")  # of a recall, since they are measured
 _RECALL |= dict.fromkeys(
     _ATTENTION, lambda value: value is None or (type(value) in _NUMBER and 0 <= value <= 1)
 )

@@ -38,8 +38,8 @@ class BuildReport:
 
     `k` is None where nothing was measured; `recall` is the mean over heads, `lowest_recall` that of the worst
     head; both are 1 for an exhaustive index. `parameters`: the lowest and the highest search parameter that
-    the recall target took; `full_scans`: how many heads took a full scan of the keys. `mass`, `lost` and
-    `best`: means over heads of what `RecallRecord` has, None where nothing was measured.
+    the recall target took; `full_scans`: how many heads took a full scan of the keys. The rest is
+    `attention_of` the heads.
     """
 
     kind: str
@@ -55,8 +55,11 @@ class BuildReport:
     parameters: dict[str, object]
     full_scans: int
     mass: float | None = None
+    low: float | None = None
     lost: float | None = None
+    most_lost: float | None = None
     best: float | None = None
+    least_best: float | None = None
 
 
 def build_indexes(

@@ -144,8 +144,7 @@ class SavedIndexes:
     """One kind: bytes on disk, heads that are there and should be, and the recall that was measured at `k`.
 
     `recall` (mean over heads) and `lowest_recall` are None where nothing was measured, as for an exact index.
-    `full_scans` heads are tuned to read every key. `mass`, `lost` and `best`: means over heads of what
-    `RecallRecord` has, or None.
+    `full_scans` heads are tuned to read every key. The rest is `attention_of` them.
     """
 
     kind: str
@@ -157,8 +156,11 @@ class SavedIndexes:
     lowest_recall: float | None
     full_scans: int
     mass: float | None
+    low: float | None
     lost: float | None
+    most_lost: float | None
     best: float | None
+    least_best: float | None
 
 
 def saved_kinds(store: KVStore) -> list[str]:
@@ -194,13 +196,17 @@ def describe(store: KVStore, kind: str) -> SavedIndexes:
 
 
 def attention_of(records: Sequence[RecallRecord]) -> dict[str, float | None]:
-    """`mass`, `lost` and `best` of the records in which they were measured, on average."""
-    measured = [record for record in records if record.mass is not None]
+    """Of the heads of which it was measured: means of `mass`, `low`, `lost` and `best` (see `RecallRecord`),
+    and what the worst head has of the last two; None where it was measured of none.
+    """
 
-    def mean(name: str) -> float | None:
-        return fmean(getattr(record, name) for record in measured) if measured else None
+    def over_heads(how: Callable[[list[float]], float], name: str) -> float | None:
+        measured = [getattr(record, name) for record in records]
+        known = [value for value in measured if value is not None]
+        return how(known) if known else None
 
-    return {name: mean(name) for name in ("mass", "lost", "best")}
+    means = {name: over_heads(fmean, name) for name in ("mass", "low", "lost", "best")}
+    return means | {"most_lost": over_heads(max, "lost"), "least_best": over_heads(min, "best")}
 
 
 def unfinished(store: KVStore, kind: str) -> str | None:

@@ -150,7 +150,8 @@ def test_tuning_takes_the_first_step_that_reaches_the_target(target: float, valu
     assert record is not None
     assert (record.value, record.k, record.queries, record.parameter) == (value, 20, 20, "tenths")
     assert record.measured == pytest.approx(value / 10)
-    assert (record.mass, record.lost, record.best) == (None, None, None), "keys attend to nothing"
+    attention = record.mass, record.low, record.lost, record.best
+    assert attention == (None, None, None, None), "keys attend to nothing"
 
 
 def test_tuning_goes_on_until_one_query_at_most_loses_attention() -> None:
@@ -164,6 +165,7 @@ def test_tuning_goes_on_until_one_query_at_most_loses_attention() -> None:
     assert record.mass == pytest.approx(shares[1::2, record.value - 1].mean())
     assert record.lost == pytest.approx((shares[1::2, record.value - 1] < 0.9).mean())
     assert record.best == 1
+    assert record.low == pytest.approx(np.percentile(shares[1::2, record.value - 1], 1))
 
 
 def test_attention_alone_takes_no_full_scan() -> None:
@@ -200,9 +202,9 @@ def test_recall_counts_ties_and_ignores_padding() -> None:
     truth = Hits(np.array([[4, 7, 1]]), np.array([[3, 2, 2]], np.float32))
     tied = Hits(np.array([[4, 9, 7]]), np.array([[3, 2, 2]], np.float32))
     short = Hits(np.array([[4, 5, -1]]), np.array([[3, 1, -np.inf]], np.float32))
-    assert quality(tied, truth, 1.0) == (1, 1, 0, 1)
+    assert quality(tied, truth, 1.0) == (1, 1, 0, 1, 1)
     mass = (1 + np.exp(-2)) / (1 + 2 * np.exp(-1))
-    assert quality(short, truth, 1.0) == pytest.approx((1 / 3, mass, 1, 1))
+    assert quality(short, truth, 1.0) == pytest.approx((1 / 3, mass, 1, 1, mass))
     without_best = Hits(np.array([[7, 1, -1]]), np.array([[2, 2, -np.inf]], np.float32))
     assert quality(without_best, truth, 1.0).best == 0
 

@@ -87,7 +87,7 @@ def test_a_recall_of_the_wrong_type_or_out_of_range_is_refused(tmp_path: Path) -
 def test_a_recall_of_an_earlier_version_has_no_attention(tmp_path: Path) -> None:
     index, path = saved("faiss-ivf", tmp_path)
     recall = files.metadata(path)["recall"]
-    attention = [recall.pop(name) for name in ("mass", "lost", "best")]
+    attention = [recall.pop(name) for name in ("mass", "low", "lost", "best")]
     assert None not in attention
     forge(path, recall=recall)
     loaded = type(index).load(path, index.keys, digest="d").recall
