@@ -114,6 +114,7 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
         told |= {"graphs": cuda_graphs.report(loaded.model.base_model), "store": store}
         told |= {"model": loaded.model_id, "stored_tokens": engine.prefix.length}
         told |= {"prefill": manifest.prefill, "kv": manifest.kv, "weights": loaded.weights}
+        told |= {"loading_s": loaded.loading}
         output.answer_json(told | {"stats": asdict(cost)})
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:
@@ -216,6 +217,7 @@ def describe(cost: StepStats, engine: Engine) -> str:
         **engine.selector.report(),
         "attention": f"{where}{cached}",
         "time": f"{cost.total_s:.2f} s: {spent}, the rest of the model {other:.2f}",
+        "loading": f"{engine.loaded.loading:.2f} s before, for the model",
     }
     return "\n".join(f"{name:9} {value}" for name, value in told.items())
 

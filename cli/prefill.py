@@ -186,7 +186,10 @@ def prefill(
         return
     if as_json:
         output.answer_json(asdict(report))
-    output.note(f"{_made(report)}\n{checked(model)}\n{_next(report)}", quiet)
+    told = [_made(report), checked(model), _next(report)]
+    if report.loading:
+        told[1:1] = [f"before that, the model took {output.duration(report.loading)} to load"]
+    output.note("\n".join(told), quiet)
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:

@@ -98,7 +98,8 @@ class Maker:
 class PrefillReport:
     """What a prefill did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
-    `kept`: the store was there already. `pushed`: what was sent to a bucket, in time beyond `seconds`.
+    `kept`: the store was there already. `pushed`: what was sent to a bucket, in time beyond `seconds`, as is
+    `loading`, the time that the model took to load.
     """
 
     store: Path | str
@@ -112,6 +113,7 @@ class PrefillReport:
     peak_memory: int
     kept: bool = False
     pushed: Transfer | None = None
+    loading: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -304,10 +306,17 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
         writer.publish()
     seconds = time.perf_counter() - began
     size, memory = sum(KVStore.open(out).cost().values()), max(peak.bytes, work.peak_memory)
-    speed = (total - resumed_from) / seconds
-    documents = len(work.documents)
     return PrefillReport(
-        out, total, documents, work.skipped, resumed_from, seconds, speed, bytes=size, peak_memory=memory
+        store=out,
+        n_tokens=total,
+        documents=len(work.documents),
+        skipped=work.skipped,
+        resumed_from=resumed_from,
+        seconds=seconds,
+        tokens_per_second=(total - resumed_from) / seconds,
+        bytes=size,
+        peak_memory=memory,
+        loading=loaded.loading,
     )
 
 

@@ -3,6 +3,7 @@
 """
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class LoadedModel:
     """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
     checkpoint's), or what they were quantised to as it was loaded. `streamed`: those of its layers come to
     the device as they run (`models.layer_streaming`), for passes without logits. `scaled`: how its RoPE was
-    asked to be, empty as it is trained.
+    asked to be, empty as it is trained. `loading`: seconds that `load` took, converting and hashing included.
     """
 
     model: Any
@@ -71,6 +72,7 @@ class LoadedModel:
     streamed: bool = False
     stated_ends: tuple[int, ...] = ()
     scaled: str = ""
+    loading: float = 0.0
 
     @property
     def configured_ends(self) -> frozenset[int]:
@@ -183,6 +185,7 @@ def load(
     from transformers import AutoTokenizer, __version__
     from transformers.utils import logging
 
+    began = time.perf_counter()
     check_dtype(dtype)
     quantization.check_weights(weights)
     chosen_device = pick_device(device)
@@ -235,7 +238,14 @@ def load(
         model_id = str(Path(model_id).resolve())
     loaded = wrap(model, tokenizer, model_id, fingerprint, known)
     numbers = "auto" if weights in (STREAMED, FULL) else weights
-    return replace(loaded, streamed=weights == STREAMED, weights=numbers, stated_ends=ends, scaled=rope)
+    return replace(
+        loaded,
+        streamed=weights == STREAMED,
+        weights=numbers,
+        stated_ends=ends,
+        scaled=rope,
+        loading=time.perf_counter() - began,
+    )
 
 
 def wrap(

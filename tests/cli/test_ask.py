@@ -10,6 +10,7 @@ def test_the_answer_says_where_it_was_attended_to(store):
     assert told["placement"] == {"attend": "host", "measured": []}
     assert set(told["stats"]["attended"]) == {"host"}
     assert told["stats"]["bus_bytes"] == 0
+    assert told["loading_s"] > 0
     ran = run("ask", store, "What is the colour of thing 3?", "--stats", "--device", "cpu")
     assert "100% on the host" in ran.err
 

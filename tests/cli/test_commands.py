@@ -32,6 +32,8 @@ def test_prefill_reports_what_it_made(home, tmp_path):
     report = json.loads(ran.out)
     assert report["n_tokens"] == KVStore.open(tmp_path / "s").manifest.n_tokens == STORED
     assert (report["documents"], report["resumed_from"]) == (1, 0)
+    assert report["loading"] > 0
+    assert "before that, the model took" in ran.err
     assert report["skipped"] == [{"name": "picture.png", "reason": "it is an image"}]
     assert "skipped 1 file: picture.png (it is an image)" in ran.err
     assert ran.code == 0
