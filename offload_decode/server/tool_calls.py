@@ -180,13 +180,15 @@ def choice_of(
     if choice == "none" or not functions:
         return None
     form = form_of(loaded.known_tokenizer)
-    shown = _shown(loaded.known_tokenizer, form)
+    marks = _marks(loaded.known_tokenizer, form)
+    shown = {token: text for token, (text, special) in marks.items() if special}
     grammar = schema = None
     if not chosen and text_grammar is not None:
         schema = text_grammar.get("json_schema", {"type": "object"})
         check_grammar(loaded, {"json_schema": schema})
     if chosen or schema is not None:
-        tokens = {text: f"<[{token}]>" for token, text in shown.items()}
+        # What is one token is not spelled: no tokenizer gives a text's letters where a token stands for them.
+        tokens = {text: f"<[{token}]>" for token, (text, _) in marks.items()}
         several = choice in ("required", "auto", None)
         grammar = {"lark": _lark(form, chosen or functions, tokens, several, schema)}
         check_grammar(loaded, grammar, "tools")
@@ -222,11 +224,13 @@ def _chosen(functions: list[dict[str, Any]], choice: str | Mapping[str, Any] | N
     return found
 
 
-def _shown(tokenizer: Any, form: Form) -> dict[int, str]:
-    """The tokens that a decoder leaves out, and that calls are known by."""
+def _marks(tokenizer: Any, form: Form) -> dict[int, tuple[str, bool]]:
+    """The added tokens that calls are known by: their texts, and whether they are special ones, which a
+    decoder leaves out.
+    """
     marks = {form.begin, form.end, "[ARGS]" if form.named else None}
     known = tokenizer.added_tokens_decoder.items()
-    return {token: str(added) for token, added in known if added.special and str(added) in marks}
+    return {token: (str(added), added.special) for token, added in known if str(added) in marks}
 
 
 def _lark(
@@ -236,7 +240,7 @@ def _lark(
     several: bool,
     schema: Mapping[str, Any] | None,
 ) -> str:
-    """A Lark grammar of calls, or of JSON of `schema`; `tokens` spell special tokens."""
+    """A Lark grammar of calls, or of JSON of `schema`; `tokens` name added tokens by their texts."""
 
     def text(written: str) -> str:
         return tokens.get(written) or json.dumps(written, ensure_ascii=False)

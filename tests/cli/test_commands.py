@@ -88,12 +88,16 @@ def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store):
     assert ran.out == plain.out
     assert f"attended  7.0 of {STORED:,} stored tokens" in ran.err
     assert {line.split()[0] for line in ran.err.splitlines()} == {
-        *("tokens", "attended", "speed", "moved", "index", "attention", "time")
+        *("tokens", "attended", "speed", "moved", "index", "attention", "time", "loading")
     }
 
 
 def test_the_speed_is_the_time_of_each_token():
-    engine = SimpleNamespace(prefix=SimpleNamespace(length=10), selector=SimpleNamespace(report=dict))
+    engine = SimpleNamespace(
+        prefix=SimpleNamespace(length=10),
+        selector=SimpleNamespace(report=dict),
+        loaded=SimpleNamespace(loading=0.5),
+    )
     told = describe(StepStats(tokens=4, total_s=0.5), cast(Engine, engine))
     assert "speed     125.0 ms for each token run" in told
 

@@ -87,11 +87,12 @@ def read(form, pieces):
     return "".join(text for text, _ in told), found
 
 
-def loaded_with(template, special=()):
+def loaded_with(template, special=(), added=()):
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATES.get(template, template)
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.add_tokens(list(added))
     return wrap(tiny_model(vocab_size=len(tokenizer)), tokenizer)
 
 
@@ -181,12 +182,13 @@ def test_events_have_calls_in_place_of_their_text():
     assert told[-2:] == [Ended(0, "tool_calls"), Ended(1, "stop")]
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("how", ["spelled", "special", "added"])
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
-def test_an_answer_that_must_be_a_call_is_one(kind, special, choice):
+def test_an_answer_that_must_be_a_call_is_one(kind, how, choice):
+    """However the tokenizer has the marks of calls: Qwen's are added tokens, and no special ones."""
     marks = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
-    loaded = loaded_with(kind, marks if special else ())
+    loaded = loaded_with(kind, **({} if how == "spelled" else {how: marks}))
     chosen = choice_of(loaded, TOOLS, choice)
     generation = Generation(grammar=chosen.grammar, temperature=1.0, seed=3)
     picker = Picker(loaded, (), frozenset([2]), generation, 2000)
