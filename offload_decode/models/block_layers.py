@@ -63,7 +63,8 @@ class BlockLinear(nn.Module):
         return unpacked(self.blocks, self.kind, self.in_features, self.dtype)
 
     def _by_tiles(self, rows: Tensor) -> Tensor:
-        dtype = rows.dtype if _IN_BF16 and rows.dtype is torch.bfloat16 else torch.float32
+        in_bf16 = _IN_BF16 and rows.dtype is torch.bfloat16 and not self.wide
+        dtype = torch.bfloat16 if in_bf16 else torch.float32
         rows = rows.to(dtype)
         step = max(1, _TILE // (self.in_features * dtype.itemsize))
         tile = torch.empty(min(step, self.out_features), self.in_features, dtype=dtype)

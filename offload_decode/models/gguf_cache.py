@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload_decode.common.errors import ModelError
+from offload_decode.common.errors import ModelError, OffloadDecodeWarning
 from offload_decode.hf.compat import class_of, text_of
 from offload_decode.hf.meta_device import Unfilled
 from offload_decode.hf.rope_scaling import scalable, state_rope
@@ -121,8 +122,15 @@ def converted(path: Path) -> Converted:
     name = hashlib.sha256(json.dumps([versions, seen]).encode()).hexdigest()
     if name not in _known or not _whole(_known[name].folder):  # where somebody has cleared the cache
         folder = headers_folder() / name
-        kept = _whole(folder) or (settled(seen) and _kept(path, folder))
-        _known[name] = Converted(folder if kept else _passing(path))
+        if not _whole(folder):
+            made = tempfile.TemporaryDirectory(prefix="offload-decode-")
+            _convert(path, Path(made.name))
+            if settled(seen) and _kept(Path(made.name), folder):
+                made.cleanup()
+            else:
+                _temporary.append(made)
+                folder = Path(made.name)
+        _known[name] = Converted(folder)
     with suppress(OSError):  # a read-only cache
         os.utime(_known[name].folder)
     return _known[name]
@@ -142,20 +150,23 @@ def headers_folder() -> Path:
     return cache_folder() / "gguf"
 
 
-def _kept(path: Path, folder: Path) -> bool:
-    """Whether the file is converted into `folder`; not where the cache is read-only or full."""
+def _kept(converted: Path, folder: Path) -> bool:
+    """Whether what was converted is now in `folder`; warns where the cache is read-only or full."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _beside(folder) as made:
-            _convert(path, made)
+            shutil.copytree(converted, made, dirs_exist_ok=True)
+            with suppress(OSError):  # another process was faster, or left it in part
+                made.rename(folder)
             if not _whole(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # another process was faster
-                made.rename(folder)
+                with suppress(OSError):
+                    made.rename(folder)
         _forget(folder.parent)
         return _whole(folder)
     except OSError as error:
-        LOG.info("%s is not kept: %s", path.name, error)
+        text = NOT_KEPT.format(folder.parent, error.strerror or error)
+        warnings.warn(OffloadDecodeWarning(text), stacklevel=2)
         return False
 
 
@@ -168,14 +179,11 @@ def _beside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+NOT_KEPT = (
+    "What was made of a GGUF file's header cannot be kept in {} ({}), so that every command makes it anew: "
+    "free some space there, or name another folder by XDG_CACHE_HOME."
+)
 _temporary: list[tempfile.TemporaryDirectory[str]] = []  # each removed as the process ends
-
-
-def _passing(path: Path) -> Path:
-    _temporary.append(tempfile.TemporaryDirectory(prefix="offload-decode-"))
-    folder = Path(_temporary[-1].name)
-    _convert(path, folder)
-    return folder
 
 
 def _forget(parent: Path) -> None:

@@ -1,7 +1,11 @@
 """A GGUF file's weights stay in its blocks, with transformers' own numbers; its header is converted once."""
 
+import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from offload_decode.common.errors import ModelError, StoreMismatch
+from offload_decode.common.errors import ModelError, OffloadDecodeWarning, StoreMismatch
 from offload_decode.engine.engine import Engine
 from offload_decode.models import gguf_cache
 from offload_decode.models.block_layers import FEW_ROWS, BlockEmbedding, BlockLinear
@@ -130,10 +134,38 @@ def test_a_copy_of_its_weights_is_told_why_it_cannot_open_the_store(made: Any, t
         Engine.open(other, str(file))
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(made: Any, empty_cache: Path) -> None:
-    empty_cache.write_text("no folder")
-    assert load(str(made("llama")), "cpu").tokenizer.encode("ab")
+@pytest.mark.parametrize("how", ["no folder", "full"])
+def test_a_cache_that_cannot_be_written_is_done_without(
+    made: Any, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The header is converted once a process, and a warning says that this comes again."""
+    asked, convert = [], gguf_cache._convert
+    monkeypatch.setattr(gguf_cache, "_convert", lambda *given: asked.append(given) or convert(*given))
+    if how == "full":
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(shutil, "copytree", full)
+    else:
+        empty_cache.write_text("no folder")
+    with pytest.warns(OffloadDecodeWarning, match=r"cannot be kept in .*gguf \(.+\), so that every command"):
+        loaded = load(str(made("llama")), "cpu")
+    assert loaded.tokenizer.encode("ab")
+    assert len(asked) == 1
     assert not list(headers_folder().glob("*"))
+
+
+def test_two_commands_convert_one_file_at_once(made: Any, empty_cache: Path) -> None:
+    code = (
+        f"from offload_decode.models.loading import load\nprint(load({str(made('llama'))!r}, 'cpu').model_id)"
+    )
+    asked = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    assert [one.communicate(timeout=120)[0].strip() for one in asked] == [str(made("llama"))] * 2
+    (kept,) = headers_folder().iterdir()
+    assert gguf_cache._whole(kept)
 
 
 def test_no_more_headers_are_kept_than_so_many(
