@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TEXT, STORE = "python-topics.txt", "store"
 _BUDGET = 64
+_TOKENS, _ROOM = 32 * 1024, 512
 _DEFAULT, _EXACT = "clusters", "flat"
 _BESIDE = ("faiss-ivf", "hnswlib")
 _DENSE = "dense"
@@ -50,7 +51,9 @@ def demo(
             parser=a_path,
         ),
     ] = None,
-    tokens: Annotated[str, option("N", "Tokens of text.")] = "32K",
+    tokens: Annotated[
+        str | None, option("N", "Tokens of text.  [default: 32K, or what the model was trained for]")
+    ] = None,
     model: Annotated[str, option("M", MODEL_FOLDER)] = "demo",
     device: Device = "auto",
     as_json: Json = False,
@@ -68,7 +71,7 @@ def demo(
     only shown.
     """
     began = time.monotonic()
-    count = token_count(tokens)
+    count = None if tokens is None else token_count(tokens)
     if out is not None and os.path.lexists(out) and not out.is_dir():
         raise ConfigError(f"{out} is not a folder: choose another --out")
     say: Say = (lambda text: None) if as_json else output.answer
@@ -80,7 +83,7 @@ def demo(
 
     announce_compiling()
     loaded = load(model, device)
-    hidden = hide_facts(loaded.tokenizer, count)
+    hidden = hide_facts(loaded.tokenizer, count or _trained(loaded))
     folder = out or Path(mkdtemp(prefix="offload-decode-demo-"))
     store = folder / STORE
     report = _prefill(loaded, hidden, folder, say, quiet)
@@ -98,6 +101,12 @@ def demo(
         output.answer_json(told | {"replies": [asdict(reply) for reply in replies]})
     if not ok:
         raise typer.Exit(FAILURE)
+
+
+def _trained(loaded: LoadedModel) -> int:
+    """At most `_TOKENS`, with room for facts, a question and an answer in what the model was trained for."""
+    most = getattr(loaded.model.config, "max_position_embeddings", None)
+    return _TOKENS if most is None else min(_TOKENS, max(most - _ROOM, most // 2))
 
 
 def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet: bool) -> PrefillReport:

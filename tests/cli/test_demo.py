@@ -6,11 +6,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from offload_decode import Engine
+from offload_decode.cli.demo import _trained
 from offload_decode.common.errors import MissingBackend, OffloadDecodeError
 from offload_decode.evals import demo as job
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
@@ -33,6 +35,12 @@ def test_the_facts_are_hidden_and_the_control_is_not():
     assert len({fact.question for fact in hidden.questions}) == 6
     assert len({fact.answer for fact in hidden.questions}) == 6
     assert not hidden.repeated
+
+
+@pytest.mark.parametrize(("trained", "tokens"), [(8192, 7680), (131072, 32768), (None, 32768), (600, 300)])
+def test_the_text_is_no_longer_than_the_model_was_trained_for(trained, tokens):
+    config = SimpleNamespace(max_position_embeddings=trained)
+    assert _trained(SimpleNamespace(model=SimpleNamespace(config=config))) == tokens
 
 
 def test_a_new_process_answers_as_the_engine_does(store):
