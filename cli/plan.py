@@ -110,12 +110,12 @@ def _request(
 def _machine(without_gpu: bool, gpu: int | None, ram: int | None, disk: int | None) -> Machine:
     import torch
 
-    from offload_decode.common.memory import own_memory, total_memory
+    from offload_decode.common.memory import resident, total_memory
     from offload_decode.planning.plan import Machine
 
     if gpu is None and not without_gpu and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0).total_memory
-    return Machine(gpu, ram or total_memory(), disk or shutil.disk_usage(Path.cwd()).free, own_memory())
+    return Machine(gpu, ram or total_memory(), disk or shutil.disk_usage(Path.cwd()).free, resident())
 
 
 _PLACES = {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}
@@ -227,7 +227,8 @@ def _paging(planned: Plan) -> list[str]:
     from offload_decode.planning.proposals import nearest
 
     if not planned.from_disk:
-        return ["Its keys and values stay in memory."]
+        kept = output.size(planned.kv_bytes)
+        return [f"Its keys and values stay in memory: {kept} more, mapped, which the system drops at need."]
     kept, left, read = map(output.size, (planned.kv_bytes, planned.spare_ram, planned.from_disk))
     lines = [
         f"Its {kept} of keys and values do not stay in the {left} of memory that are left: each token reads "

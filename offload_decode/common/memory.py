@@ -44,6 +44,13 @@ def own_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak of all pages, in bytes
 
 
+def resident() -> int:
+    """Bytes of memory of this process, pages of files among them, such as those of libraries."""
+    if _STATUS.exists():
+        return _status("VmRSS")
+    return own_memory()
+
+
 def total_memory() -> int:
     """Bytes of memory of this machine, or of the control group that holds the process to less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,7 +116,7 @@ def lifted(size: Callable[[], int]) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return to the system what was freed: glibc keeps it, a heap of quantising a model among it."""
+    """Return to the system what was freed: glibc keeps it, such as what a tokenizer was parsed from."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from offload_decode import demo_models
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError, ModelError
-from offload_decode.common.memory import lifted
+from offload_decode.common.memory import give_back, lifted
 from offload_decode.config import FULL, STREAMED
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device, stored_dtype
@@ -214,6 +214,7 @@ def load(
                 f"tokenizer {FINGERPRINT_VERSION} {type(tokenizer).__name__} {__version__}",
                 lambda: tokenizer_hash(tokenizer),
             )
+        give_back()  # before weights come: parsing a large vocabulary leaves 200 MB
         found = checkpoint.weight_files(source)
         with lifted(lambda: sum(path.stat().st_size for path in found)):
             if gguf:

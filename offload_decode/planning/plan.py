@@ -19,8 +19,10 @@ from offload_decode.planning.sizes import Workload, in_dtype
 
 CUDA_BYTES = 512 << 20
 """What CUDA itself takes of a GPU's memory, beyond all tensors."""
-PROGRAM_BYTES = 48 << 20
-"""What the program grows by when it first computes: modelling code, tokenizer, compiled kernels. Measured."""
+PROGRAM_BYTES, TOKEN_BYTES = 80 << 20, 350
+"""What the program grows by when it first computes: modelling code, compiled loops, and the bytes of a
+tokenizer for each entry of its vocabulary. Measured.
+"""
 _FILE_PAGE = 4096  # what a row that memory does not hold costs at least
 
 
@@ -195,7 +197,7 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
     on_gpu = device is Medium.GPU
     searched = [k for k in request.budgets(shape).values() if k is not None]
     parts = [
-        *_program(device, machine),
+        *_program(device, machine, outline),
         _weights(outline, request.weights, device),
         Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
         Part("search", Medium.RAM, sizes.search_bytes(outline, request, threads.THREADS)),
@@ -227,7 +229,7 @@ def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[
             Part(f"weights ({outline.dtype}, pinned)", Medium.RAM, sizes.waiting_bytes(outline)),
         ]
     return (
-        *_program(device, machine),
+        *_program(device, machine, outline),
         *weights,
         Part("tokenizing", Medium.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
         Part("a chunk and what it attends to", device, chunk + sizes.states_bytes(outline.shape, 1)),
@@ -236,8 +238,9 @@ def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[
     )
 
 
-def _program(device: Medium, machine: Machine) -> list[Part]:
-    program = Part("program", Medium.RAM, machine.held + PROGRAM_BYTES)
+def _program(device: Medium, machine: Machine, outline: Outline) -> list[Part]:
+    grown = PROGRAM_BYTES + TOKEN_BYTES * outline.vocabulary
+    program = Part("program", Medium.RAM, machine.held + grown)
     return [Part("CUDA", Medium.GPU, CUDA_BYTES), program] if device is Medium.GPU else [program]
 
 
@@ -245,7 +248,7 @@ def _weights(outline: Outline, weights: str, device: Medium) -> Part:
     on_gpu = device is Medium.GPU
     own = FORMATS[outline.format].name if outline.runs_packed(on_gpu) else outline.dtype
     named = own if weights == "auto" else weights
-    return Part(f"weights ({named})", device, sizes.weights_bytes(outline, weights, on_gpu))
+    return Part(f"weights ({named})", device, sizes.held_weights_bytes(outline, weights, on_gpu))
 
 
 def _store_bytes(outline: Outline, request: Workload) -> int:

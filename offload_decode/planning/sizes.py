@@ -56,6 +56,14 @@ def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
     return outline.parameters * item
 
 
+def held_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
+    """Those that are in memory: of a mapped table of embeddings only the rows that are looked up."""
+    held = weights_bytes(outline, weights, on_gpu)
+    if outline.format == GGUF and held == outline.packed and not on_gpu:
+        return held - round(held / outline.parameters * outline.embeddings)
+    return held
+
+
 def streamed_bytes(outline: Outline) -> int:
     """On a card with streamed weights: two layers, and what is in none but an output layer of its own."""
     stays = outline.parameters - outline.layered - outline.output

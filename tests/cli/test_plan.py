@@ -150,9 +150,11 @@ def test_a_gguf_file_is_planned_in_its_blocks(tmp_path):
     file = few_bits.gguf(tmp_path / "tiny")
     told = run("plan", "--model", file, "--tokens", "16K", *ROOMY)
     assert told.code == 0, told.err
-    size = outline(str(file)).packed
+    found = outline(str(file))
+    size, table = found.packed, found.vocabulary * found.hidden
     assert 0.8 < size / file.stat().st_size <= 1
     assert f"weights      GGUF {output.size(size)}, bfloat16 " in told.out
     plan = json_of("plan", "--model", file, "--tokens", "16K", *ROOMY)
     parts = {part["name"]: part["bytes"] for part in plan["asked"]["ask"]}
-    assert parts["weights (GGUF)"] == size
+    assert table == found.embeddings > 0, "its rows are looked up, and the others stay on the disk"
+    assert parts["weights (GGUF)"] == size - round(size / found.parameters * table)
