@@ -17,14 +17,16 @@ from numba import njit
 from torch import Tensor, nn
 
 from offload_decode.common.rows.compiled import exponential
-from offload_decode.common.rows.ggml_products import Matrices, padded, products
+from offload_decode.common.rows.ggml_products import FORM, Matrices, padded, products
 from offload_decode.common.rows.team import cells
 from offload_decode.hf.compat import cache_in
 
 Float32 = npt.NDArray[np.float32]
 
-FEW_ROWS = 16
-"""Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles."""
+FEW_ROWS = {"avx512": 64, "vnni": 32}.get(FORM, 16)
+"""Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles, which takes as
+long for 128 rows (Qwen2.5 0.5B, AVX-512). Fewer than that, as their inputs are rounded.
+"""
 PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),

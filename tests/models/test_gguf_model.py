@@ -27,6 +27,8 @@ from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models import few_bits
 
+LONG = FEW_ROWS + 8  # tokens of a pass whose weights are unpacked
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -59,7 +61,7 @@ def test_its_numbers_are_those_of_transformers(made: Any, name: str) -> None:
     assert isinstance(ours.model.get_input_embeddings(), BlockEmbedding)
     assert sum(weight.numel() for weight in ours.model.parameters()) < 64 * 64, "norms alone"
     # A long pass is unpacked and exact; of a short one inputs are rounded to 8 bits.
-    assert (logits(ours.model, FEW_ROWS + 8) - logits(theirs, FEW_ROWS + 8)).abs().max() < 1e-4
+    assert (logits(ours.model, LONG) - logits(theirs, LONG)).abs().max() < 1e-4
     short = logits(theirs, 5)
     assert 0 < (logits(ours.model, 5) - short).norm() < 0.02 * short.norm()
     assert (ours.config_hash, ours.tokenizer_hash) == (
@@ -88,7 +90,7 @@ def test_unpacked_weights_are_those_of_transformers(made: Any, name: str, dtype:
 def test_forms_of_32_weights(made: Any, form: str) -> None:
     file = made("qwen2", form)
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    assert (logits(load(str(file), "cpu", "float32").model, 40) - logits(theirs, 40)).abs().max() < 1e-4
+    assert (logits(load(str(file), "cpu", "float32").model, LONG) - logits(theirs, LONG)).abs().max() < 1e-4
 
 
 def test_without_a_dtype_it_is_bfloat16(made: Any) -> None:
@@ -96,8 +98,8 @@ def test_without_a_dtype_it_is_bfloat16(made: Any) -> None:
     assert loaded.dtype == "bfloat16"
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
     theirs = load(str(made("gemma3")), "cpu", weights="full")
-    assert (logits(loaded.model, 40) - logits(theirs.model, 40)).norm() < 0.02 * logits(
-        theirs.model, 40
+    assert (logits(loaded.model, LONG) - logits(theirs.model, LONG)).norm() < 0.02 * logits(
+        theirs.model, LONG
     ).norm()
 
 
@@ -202,7 +204,7 @@ def test_an_output_that_shares_a_table_without_blocks_stays_with_it(
     file = few_bits.gguf(tmp_path / "made", name, form, whole_table=whole)
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     ours = load(str(file), "cpu", "float32").model
-    assert (logits(ours, 40) - logits(theirs, 40)).abs().max() < 1e-4
+    assert (logits(ours, LONG) - logits(theirs, LONG)).abs().max() < 1e-4
     assert ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
 
 
