@@ -217,7 +217,7 @@ class Conversation:
                 raise ValueError("not of this store")
             return shares
 
-        way = type(self.selector).__qualname__, self.selector.options
+        way = type(self.selector).__qualname__, self.selector.options, self.selector.searched
         model = self.loaded.weights_hash, self.loaded.weights, self.loaded.dtype
         of = (PLAIN_QUESTION, PLAIN_TOKENS, self.store.store_digest, *model, *way)
         return cached(of, ask, lambda shares: list(shares.items()), parse)

@@ -74,6 +74,11 @@ class Selector(ABC):
         """Whether to attend to everything, because that is faster than to choose k tokens."""
         return False
 
+    @property
+    def searched(self) -> tuple[object, ...]:
+        """What beside the options decides which tokens are chosen, such as an index that is there or not."""
+        return ()
+
     def observe(self, layer: int, queries: Queries) -> None:  # noqa: B027 (most choose without looking ahead)
         """Sees the queries of every layer before any token is chosen for it, dense layers included."""
 

@@ -76,6 +76,10 @@ class TopK(Selector):
     def takes_all(self, k: int) -> bool:
         return k > self.largest_k
 
+    @property
+    def searched(self) -> tuple[object, ...]:
+        return self.indexes.kind, self.largest_k
+
     def report(self) -> dict[str, object]:
         asked = [own.largest for own in self.budgets.values() if own is not None and not own.by_mass]
         dense = {"attends": "to everything, which is faster here"} if any(map(self.takes_all, asked)) else {}

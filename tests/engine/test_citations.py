@@ -218,6 +218,10 @@ def test_it_is_asked_once_for_all_that_choose_alike(folder, asked):
     assert sorted(asked) == sorted([*QUESTIONS, PLAIN_QUESTION])
     Engine.open(folder / "store", options={"budget": "30"}).answer(QUESTIONS[0], 2, cites=True)
     assert asked.count(PLAIN_QUESTION) == 2, "another budget chooses others"
+    dense = Engine.open(folder / "store", options={"budget": "30"})
+    dense.selector.largest_k = 0
+    dense.answer(QUESTIONS[0], 2, cites=True)
+    assert asked.count(PLAIN_QUESTION) == 3, "and so does attention to everything, where that is faster"
 
 
 @pytest.mark.parametrize("damage", [None, "[[0, 1", "[[-1, 0.5]]", "[[0, NaN]]", "[[0, 7]]"])
