@@ -4,7 +4,7 @@ Tokens a second with 1, 4 and 16 questions at once. The baseline is transformers
 DynamicCache of the same stored tokens, where two copies of it fit into memory; ours are dense attention,
 top-k with the exact scan and every index beside the store, and Quest. The time of a token is split into
 search, gathering rows, attending to them, the model (transformers' own code between attention calls), and
-Python: all else of ours, with the tail's attention, masks, merging and sampling.
+Python: all else of ours, with attention to generated tokens, masks, merging and sampling.
 
 `same`: the share of the answers' tokens, up to the first
 that differs, that dense attention to the store gives too.

@@ -1,6 +1,6 @@
 """Decoding with an 8B-shaped model, 1M stored tokens and 16 GiB of GPU memory: `benchmarks/gpu_decode.py`.
 
-Random weights, quantised; long-tailed keys and values; the index kind `clusters`. Greedy decoding with
+Random weights, quantized; long-tailed keys and values; the index kind `clusters`. Greedy decoding with
 attention on the host, on the device, there with a cache, of pinned rows, and without CUDA graphs: tokens/s,
 seconds by stage (`search_s` waits for the device's query), bytes over the bus. A share is the bytes' time at
 the measured bandwidth, of the step's.
@@ -43,7 +43,7 @@ from offload_decode.hf.cuda_graphs import WORTH, GraphForward, report
 from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.made_with import made_with
-from offload_decode.models.quantization import check_weights, quantise
+from offload_decode.models.quantization import check_weights, quantize_on_gpu
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.store.format import Array, Manifest, token_hash
@@ -114,7 +114,7 @@ def model_of(config: dict[str, int], weights: str, device: str) -> LoadedModel:
     model = LlamaForCausalLM(LlamaConfig(**config))
     torch.set_default_dtype(torch.float32)
     known = weights_hash(model)
-    taken = model.to(device) if weights == "auto" else quantise(model, weights, torch.device(device))
+    taken = model.to(device) if weights == "auto" else quantize_on_gpu(model, weights, torch.device(device))
     return wrap(taken, None, "random weights", known)
 
 

@@ -124,8 +124,8 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
             output.note(cited_text(engine.cited(watch)))
     if inexact := approximations(manifest):
         output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
-    if quantised := other_weights(manifest, engine.loaded.weights):
-        output.note(quantised)
+    if quantized := other_weights(manifest, engine.loaded.weights):
+        output.note(quantized)
     if cost.tail_rows:
         output.note(
             "Sampling the unselected tokens leaves the denominator of the attention uncertain by "
@@ -169,13 +169,13 @@ def approximations(manifest: Manifest) -> str:
 
 
 def other_weights(manifest: Manifest, asked: str) -> str:
-    """A sentence where the store was prefilled with quantised weights; empty for the model's own."""
+    """A sentence where the store was prefilled with quantized weights; empty for the model's own."""
     if manifest.weights == "auto":
         return ""
     made = f"The store was prefilled with {manifest.weights} weights: its keys and values are those of the"
     if asked == manifest.weights:
-        return f"{made} quantised model."
-    return f"{made} quantised model, and it was asked with {'full' if asked == 'auto' else asked} weights."
+        return f"{made} quantized model."
+    return f"{made} quantized model, and it was asked with {'full' if asked == 'auto' else asked} weights."
 
 
 def show(pieces: Iterable[str]) -> None:

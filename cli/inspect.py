@@ -74,7 +74,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
     given = [f", {name} {value}" for name, value in manifest.prefill.items() if name not in _TOLD]
     positions = describe_positions(manifest.rope, manifest.n_tokens)
     weights, keys, values = manifest.weights, manifest.kv["keys"], manifest.kv["values"]
-    quantised = ": the keys and values are the quantised model's"
+    quantized = ": the keys and values are the quantized model's"
     tokens, samples = _short(manifest.token_hash), f"{manifest.n_samples:,}"
     return [
         ("store", str(store.path)),
@@ -87,7 +87,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ("tokens", f"{manifest.n_tokens:,} (hash {tokens}), a {manifest.template} prompt"),
         *([("positions", positions)] if positions else []),
         ("prefill", f"{manifest.prefill['method']}{''.join(given)}"),
-        *([] if weights == "auto" else [("weights", f"{weights}{quantised}")]),
+        *([] if weights == "auto" else [("weights", f"{weights}{quantized}")]),
         ("stored as", f"latents {keys}" if manifest.shape.latent else f"keys {keys}, values {values}"),
         ("extras", f"pages of {manifest.page_size} tokens, {samples} sampled queries for each KV head"),
     ]

@@ -133,7 +133,7 @@ def serve(
         max_upload=byte_count(max_upload),
         read_only=read_only,
         deadline_s=deadline,
-        tail_bytes=byte_count(memory_for_turns),
+        generated_bytes=byte_count(memory_for_turns),
     )
     metrics.configure(log_format)
     guarded = bool(access.keys) or is_loopback(host)

@@ -88,7 +88,7 @@ class VectorIndex(ABC):
     float32 by this class.
 
     suffix: of the file that the kind saves beside its metadata, empty for none.
-    exact_scores: the scores are float32 inner products with the stored keys, not quantised estimates.
+    exact_scores: the scores are float32 inner products with the stored keys, not quantized estimates.
     exhaustive: a search returns the true top-k. recall: what was measured at `build`, None where exhaustive.
     """
 

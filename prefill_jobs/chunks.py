@@ -121,7 +121,7 @@ class WrittenPrefix:
 
     def end_chunk(self) -> None:
         assert self._cache is not None
-        for layer in self._cache.tails:
+        for layer in self._cache.generated_layers:
             self._append(layer.index)
 
     def advance(self, tokens: int) -> None:
@@ -201,7 +201,7 @@ class WrittenPrefix:
             return
         self._appended.add(layer)
         assert self._cache is not None
-        parts = [part[0] for part in self._cache.layers[layer].tail.view()]
+        parts = [part[0] for part in self._cache.layers[layer].generated.view()]
         if self.shape.layers[layer].latent:
             parts = parts[:1]
             written = self._output.submit(lambda rows: self.writer.append(layer, rows, rows), *parts)

@@ -102,7 +102,7 @@ def perplexity(
 
 
 def _text(results: Results) -> str:
-    """The table of all ways, what share is the tail's, and in the sliding fashion NLL by position."""
+    """The table of all ways, what share is the chunk's own, and in the sliding fashion NLL by position."""
     from offload_decode.evals.contender import DENSE
     from offload_decode.evals.perplexity import at_chance, likelihoods
 

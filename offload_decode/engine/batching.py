@@ -41,9 +41,17 @@ def packing_key(conversation: Conversation) -> Hashable | None:
     equivalence check.
     """
     cache, prefix = conversation.cache, conversation.prefix
-    if cache.recurrent or cache.shown is not None or cache.tails[0].tail.batch not in (None, 1):
+    if (
+        cache.recurrent
+        or cache.shown is not None
+        or cache.generated_layers[0].generated.batch not in (None, 1)
+    ):
         return None
-    if prefix.remembers or prefix.chosen.one_question or cache.tail_length >= prefix.selector.whole_generated:
+    if (
+        prefix.remembers
+        or prefix.chosen.one_question
+        or cache.generated_length >= prefix.selector.whole_generated
+    ):
         return None
     if not conversation.loaded.packs:
         return None
@@ -82,7 +90,7 @@ class _Run:
         self.conversation, self.every = turn.conversation, turn.every
         self.ids = self.conversation.to_run(turn.tokens)
         self.asked = len(self.ids) - len(self.conversation.pending)  # the last ones, the turn's own
-        longest = self.conversation.cache.tail_length + len(self.ids)
+        longest = self.conversation.cache.generated_length + len(self.ids)
         fits = longest <= self.conversation.selector.whole_generated
         self.key = packing_key(self.conversation) if fits else None
         self.done, self.logits = 0, list[Tensor]()

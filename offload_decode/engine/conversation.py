@@ -61,7 +61,7 @@ class Conversation:
     @property
     def length(self) -> int:
         """Stored tokens and those that followed, the pending one not counted."""
-        return self.prefix.length + self.cache.tail_length
+        return self.prefix.length + self.cache.generated_length
 
     def fork(self) -> Self:
         """An independent continuation from here."""
@@ -126,7 +126,7 @@ class Conversation:
         """Tokens of a forward pass, for so many more in each sequence. Raises as `admit` does."""
         if tokens == 1 or self.admit is None:
             return self.pass_tokens
-        return min(self.pass_tokens, self.admit(self.cache.tail_length + tokens, sequences))
+        return min(self.pass_tokens, self.admit(self.cache.generated_length + tokens, sequences))
 
     def most_new(self, tokens: int, question: int = 0) -> int:
         """So many tokens of an answer, or fewer where positions end; `question` tokens are run before it."""
@@ -176,8 +176,8 @@ class Conversation:
     def _take_back(self, last: int) -> None:
         """Take the last tokens back, unless a selector or a recurrent layer remembers them."""
         length = self.length + len(self.pending) - last
-        tail = length - self.prefix.length
-        if not self.selector.remembers and self.cache.kept(tail) == tail:
+        generated = length - self.prefix.length
+        if not self.selector.remembers and self.cache.kept(generated) == generated:
             self.crop(length)
 
     @contextmanager
@@ -233,7 +233,7 @@ class Conversation:
 
     def question_tokens(self, question: str, begun: str = "") -> list[int]:
         """Token ids of a question as it is put here, and of `begun`, how its answer begins."""
-        put = self.prompt.next if self.cache.tail_length else self.prompt.first
+        put = self.prompt.next if self.cache.generated_length else self.prompt.first
         return put(self.tokenizer, question, begun)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -269,7 +269,11 @@ class Conversation:
                 "another thread is extending this engine: give each thread its own fork (Engine.fork)"
             )
         try:
-            before, pending, chosen = self.cache.tails[0].tail.length, self.pending, self.prefix.chosen
+            before, pending, chosen = (
+                self.cache.generated_layers[0].generated.length,
+                self.pending,
+                self.prefix.chosen,
+            )
             remembered = chosen.fork() if chosen.forks else chosen
             try:
                 yield

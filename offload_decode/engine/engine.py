@@ -78,7 +78,7 @@ class Engine(Conversation):
         return cls(loaded, opened, prefix)
 
     def new_cache(self) -> CorpusCache:
-        """An empty tail behind the stored prefix, for a loop of your own or `generate(cache=…)`, which is
+        """An empty cache behind the stored prefix, for a loop of your own or `generate(cache=…)`, which is
         `past_key_values=` before transformers 5.24.
         """
         return self._cache_behind(self.prefix.fresh())
@@ -121,7 +121,9 @@ class Engine(Conversation):
             raise ConfigError("answer_many takes a list of questions, and this is one: use answer")
         if batch_size < 1:
             raise ConfigError(f"a batch of {batch_size} questions answers none: batch_size must be 1 or more")
-        room = self.selector.whole_generated - self.cache.tail_length - len(self.pending) - max_new_tokens
+        room = (
+            self.selector.whole_generated - self.cache.generated_length - len(self.pending) - max_new_tokens
+        )
         outgrown = room < math.inf and any(len(self.question_tokens(one)) > room for one in questions)
         if self.prefix.chosen.one_question or outgrown:
             return [self.answer(question, max_new_tokens, cites=cites) for question in questions]

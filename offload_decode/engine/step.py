@@ -18,7 +18,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Observer, last_queries
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
-from offload_decode.selectors import unselected as tails
+from offload_decode.selectors import unselected
 from offload_decode.selectors.base import Selector
 from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.budgets import SELECTED_IDS
@@ -59,7 +59,7 @@ class StoredPrefix:
         Raises `ConfigError` for options that the selector does not have or cannot keep to.
         """
         chosen = create(selector, options, host, shape)
-        return cls(host, chosen, tails.create(chosen.selector))
+        return cls(host, chosen, unselected.create(chosen.selector))
 
     @property
     def selector(self) -> Selector:
@@ -78,8 +78,8 @@ class StoredPrefix:
         """From `query [B, H, T, D]` to a state over the tokens that the selector chooses for its rows.
 
         Only the copy of the query to the host begins here; the search runs in the function that is returned.
-        It waits for no more than the launch of the tail's kernels, and a thread of its own cost more than
-        that saved (measured with a dozen launches of 6 µs). On a host the search has all cores.
+        It waits for no more than the launch of the kernels for generated tokens, and a thread of its own cost
+        more than that saved (measured with a dozen launches of 6 µs). On a host the search has all cores.
         """
         return partial(self._finish, layer, self._queries(query, scaling, softcap).sent())
 
@@ -104,15 +104,15 @@ class StoredPrefix:
         return _by_head(AttentionState(out, lse), queries)
 
     def attend_generated(
-        self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
+        self, layer: int, query: Tensor, generated: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to the pages of the conversation that the selector chooses, if it does."""
         queries = self._queries(query, scaling, softcap)
         with self.host.lock:
-            selection = self.selector.select_generated(layer, queries, tail)
+            selection = self.selector.select_generated(layer, queries, generated)
         if selection is None:
             return None
-        keys, values = tail.view()
+        keys, values = generated.view()
         return _by_head(attend_selected(queries, keys[0], values[0], selection), queries)
 
     def _queries(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:

@@ -101,7 +101,7 @@ def run_dense(
         logits.append(engine.extend([int(logits[-1].argmax())]))
         progress()
     picked = torch.stack(logits)
-    calls = tuple(replace(call, query=call.query.detach().float()) for call, _ in prefix.heard)
+    calls = tuple(replace(call, query=call.query.detach().float()) for call, _ in prefix.calls)
     return DenseRun(question, tuple(picked.argmax(-1).tolist()), picked, calls)
 
 
@@ -183,13 +183,15 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 class AttentionDemand(StoredPrefix):
     """A prefix like another, of one conversation that begins, which keeps what it is asked and answers.
 
-    `heard`: since `take` was last called, every call with the log-sum-exp `[1, H, T]` of the stored tokens.
+    `calls`: since `take` was last called, every call with the log-sum-exp `[1, H, T]` of the stored tokens.
     """
 
     def __init__(self, like: StoredPrefix):
         super().__init__(like.host, like.chosen, like.tail)
-        self.heard: list[tuple[Call, Tensor]] = []
-        self._ends: dict[int, int] = {}  # of the tail, by layer, when what was taken last had been asked
+        self.calls: list[tuple[Call, Tensor]] = []
+        self._ends: dict[
+            int, int
+        ] = {}  # of the generated tokens, by layer, when what was taken last had been asked
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
@@ -198,20 +200,20 @@ class AttentionDemand(StoredPrefix):
 
         def finished() -> AttentionState:
             state = finish()
-            self.heard.append((Call(layer, query, scaling, softcap), state.lse))
+            self.calls.append((Call(layer, query, scaling, softcap), state.lse))
             return state
 
         return finished
 
     def take(self, cache: CorpusCache) -> list[tuple[Call, Tensor]]:
         """The calls since this was last called, in their order, each with the share `[H, T]` (float64, on the
-        CPU) of its attention that goes to the tail, that is, to the tokens behind the stored ones; `cache` is
+        CPU) of its attention that goes to the tokens behind the stored ones; `cache` is
         the conversation's.
         """
-        tails = {layer.index: layer.tail for layer in cache.tails}
+        generated = {layer.index: layer.generated for layer in cache.generated_layers}
         passes = []
-        for call, stored in self.heard:
-            keys, _ = tails[call.layer].view()
+        for call, stored in self.calls:
+            keys, _ = generated[call.layer].view()
             start, asking = self._ends.get(call.layer, 0), call.query.shape[2]
             end = self._ends[call.layer] = start + asking
             seen = torch.ones(asking, end, dtype=torch.bool, device=keys.device).tril(start)
@@ -219,5 +221,5 @@ class AttentionDemand(StoredPrefix):
             own = attend(call.query, keys, keys[..., :1], call.scaling, seen[None, None], call.softcap)
             share = torch.sigmoid(own.lse.double() - stored.to(own.lse.device).double())
             passes.append((call, share[0].cpu()))
-        self.heard.clear()
+        self.calls.clear()
         return passes

@@ -106,7 +106,7 @@ def listen(engine: Engine, question: str, max_new_tokens: int, begun: str = "") 
     prefix = AttentionDemand(engine.prefix.fresh())
     asked = Engine(engine.loaded, engine.store, prefix)
     logits = asked.ask(question, begun)
-    answers = asked.cache.tail_length - 1
+    answers = asked.cache.generated_length - 1
     for _ in asked.generate(logits, max_new_tokens):
         pass
     found = []

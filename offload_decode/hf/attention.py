@@ -87,8 +87,8 @@ def prefix_attention(
         finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap)
         part: AttentionState | None = None
         free = places is None or query.shape[2] == 1
-        if free and layer.tail.length > layer.prefix.whole_generated and run.sees_all(attention_mask):
-            part = layer.prefix.attend_generated(layer.index, stored_query, layer.tail, scaling, softcap)
+        if free and layer.generated.length > layer.prefix.whole_generated and run.sees_all(attention_mask):
+            part = layer.prefix.attend_generated(layer.index, stored_query, layer.generated, scaling, softcap)
         if part is None:
             generated = _attend(query, key, value, scaling, attention_mask, softcap, places)
         else:

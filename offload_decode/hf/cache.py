@@ -32,11 +32,16 @@ class CorpusCache(RecurrentCache):
         positions: Positions = ANYWHERE,
     ):
         super().__init__(list(layers))
-        self.tails = [layer for layer in layers if isinstance(layer, GeneratedLayer)]
+        self.generated_layers = [layer for layer in layers if isinstance(layer, GeneratedLayer)]
         # In place of a layer without keys the first full one, as in transformers.
-        first = next((tail for tail in self.tails if not tail.is_sliding), next(iter(self.tails), None))
+        first = next(
+            (layer for layer in self.generated_layers if not layer.is_sliding),
+            next(iter(self.generated_layers), None),
+        )
         self._keyed: list[Any] = [layer if isinstance(layer, GeneratedLayer) else first for layer in layers]
-        self.windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
+        self.windows = {
+            layer.sliding_window for layer in self.generated_layers if isinstance(layer, WindowLayer)
+        }
         self.decoder, self.dtype, self.positions = decoder, dtype, positions
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
@@ -88,7 +93,7 @@ class CorpusCache(RecurrentCache):
     @property
     def prefix(self) -> Prefix:
         """The stored prefix, which all layers share."""
-        return self.tails[0].prefix
+        return self.generated_layers[0].prefix
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """`GeneratedLayer.update`. Raises `UnsupportedModel` outside a pass of a model that was switched."""
@@ -101,17 +106,17 @@ class CorpusCache(RecurrentCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Stored and generated tokens."""
         layer = self._keyed[layer_idx]
-        return int(layer.prefix.length + layer.tail.length)
+        return int(layer.prefix.length + layer.generated.length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The keys that a mask covers, and where they begin: every query may see the rest of the prefix."""
         layer = self._keyed[layer_idx]
-        return layer.seeded + layer.tail.length + query_length, int(layer.prefix.length) - layer.seeded
+        return layer.seeded + layer.generated.length + query_length, int(layer.prefix.length) - layer.seeded
 
     def crop(self, tokens: int) -> None:
         """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
-        if not -self.tail_length <= tokens <= 0:
-            most = self.tail_length
+        if not -self.generated_length <= tokens <= 0:
+            most = self.generated_length
             raise ConfigError(
                 f"cannot crop by {tokens}: give minus the number of tokens to remove, at most the {most} "
                 "that follow the stored prefix"
@@ -120,17 +125,17 @@ class CorpusCache(RecurrentCache):
             raise ConfigError(
                 "this selector cannot bring back tokens that it has dropped: begin with a new cache"
             )
-        self.cut(self.tail_length + tokens)
+        self.cut(self.generated_length + tokens)
 
     def reset(self) -> None:
         """Forget the generated tokens, as `crop` does."""
-        self.crop(-self.tail_length)
+        self.crop(-self.generated_length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these sequences."""
-        for layer in self.tails:
-            layer.tail.rows(indices)
-        if self.tail_length:  # else any number of them may come
+        for layer in self.generated_layers:
+            layer.generated.rows(indices)
+        if self.generated_length:  # else any number of them may come
             self.pick_states(indices)
         if self.shown is not None:
             self._hide(self.shown[indices.to(self.shown.device)])
@@ -139,7 +144,7 @@ class CorpusCache(RecurrentCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        if (rows := self.tails[0].tail.batch) is not None:
+        if (rows := self.generated_layers[0].generated.batch) is not None:
             self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
@@ -149,39 +154,39 @@ class CorpusCache(RecurrentCache):
             "without assistant_model and prompt_lookup_num_tokens"
         )
 
-    def cut(self, tail_length: int) -> None:
+    def cut(self, generated_length: int) -> None:
         """Keep so many tokens after the prefix, also where a failed forward pass reached some layers only.
 
         A recurrent state is known where a turn began and where the last pass did; `ConfigError` elsewhere.
         """
-        if tail_length != self.tail_length or self.begun is not None:
-            self.restore_states(tail_length, self.prefix_length)
-        for layer in self.tails:
-            layer.tail.crop(min(tail_length, layer.tail.length))
+        if generated_length != self.generated_length or self.begun is not None:
+            self.restore_states(generated_length, self.prefix_length)
+        for layer in self.generated_layers:
+            layer.generated.crop(min(generated_length, layer.generated.length))
             layer.unattended = False
         self.begun = None
         if self.shown is not None:
-            self._hide(self.shown[:, : self.tail_length])
+            self._hide(self.shown[:, : self.generated_length])
 
-    def kept(self, tail_length: int) -> int:
-        """The most tokens after the prefix, `tail_length` or fewer, that `cut` can keep."""
-        if tail_length >= self.tail_length or not self.recurrent:
-            return min(tail_length, self.tail_length)
-        return max((mark for mark in (*self.marks, *self._last) if mark <= tail_length), default=0)
+    def kept(self, generated_length: int) -> int:
+        """The most tokens after the prefix, `generated_length` or fewer, that `cut` can keep."""
+        if generated_length >= self.generated_length or not self.recurrent:
+            return min(generated_length, self.generated_length)
+        return max((mark for mark in (*self.marks, *self._last) if mark <= generated_length), default=0)
 
     def trim(self) -> None:
         """Free the room for more tokens: the next pass allocates it again."""
-        for layer in self.tails:
-            layer.tail.trim()
+        for layer in self.generated_layers:
+            layer.generated.trim()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the generated KV and of recurrent states, those kept of earlier turns included."""
-        return sum(layer.tail.nbytes for layer in self.tails) + self.state_bytes
+        return sum(layer.generated.nbytes for layer in self.generated_layers) + self.state_bytes
 
     def begin(self, rows: int, tokens: int) -> None:
         """A pass of so many sequences and tokens begins."""
-        length = self.tails[0].tail.length
+        length = self.generated_layers[0].generated.length
         self.begun = threading.get_ident(), length, length + tokens
         if self.recurrent:
             self.mark_states(length, rows, tokens)
@@ -231,22 +236,23 @@ class CorpusCache(RecurrentCache):
 
     def refuse_rows(self, rows: int) -> NoReturn:
         """Raise `ConfigError`, as a pass of so many sequences cannot follow those that are there."""
+        held = self.generated_layers[0].generated.batch
         raise ConfigError(
-            f"this cache holds {self.tails[0].tail.batch} sequences, and {rows} came: run as many in "
-            "every pass, or change it with batch_select_indices or batch_repeat_interleave"
+            f"this cache holds {held} sequences, and {rows} came: run as many in every pass, or "
+            "change it with batch_select_indices or batch_repeat_interleave"
         )
 
     def check_room(self, tokens: int, shown: Tensor | None) -> None:
         """Raise unless `tokens` more, `shown [B, S]` as for `show`, have positions; padding needs none."""
-        earlier = self.tail_length if self.shown is None else int(self.shown.sum(-1).max())
+        earlier = self.generated_length if self.shown is None else int(self.shown.sum(-1).max())
         behind = earlier + tokens if shown is None else int(shown.sum(-1).max())
         self.positions.check(self.prefix_length + behind)
 
     def check_attended(self) -> None:
         """The pass is over: raise if new keys of a layer never reached the registered attention."""
         assert self.begun is not None
-        for layer in self.tails:
-            if layer.unattended or layer.tail.length != self.begun[2]:
+        for layer in self.generated_layers:
+            if layer.unattended or layer.generated.length != self.begun[2]:
                 raise UnsupportedModel(
                     f"layer {layer.index} attended without its stored prefix: the model does not pass the "
                     "cache's keys to the registered attention function, or runs with gradient checkpointing"
@@ -259,9 +265,9 @@ class CorpusCache(RecurrentCache):
         return int(self.prefix.length)
 
     @property
-    def tail_length(self) -> int:
+    def generated_length(self) -> int:
         """Tokens after the prefix."""
-        return int(self.tails[0].tail.length)
+        return int(self.generated_layers[0].generated.length)
 
     def _hide(self, shown: Tensor | None) -> None:
         self.shown = None if shown is None or bool(shown.all()) else shown

@@ -109,7 +109,7 @@ class GeneratedLayer(_Layer):
 
     def __init__(self, index: int, prefix: Prefix, states: States | None = None):
         self.index, self.prefix, self.states = index, prefix, states
-        self.tail = GeneratedKV()
+        self.generated = GeneratedKV()
         self.unattended = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> KV:
@@ -122,11 +122,11 @@ class GeneratedLayer(_Layer):
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Let them join the generated KV."""
-        self.tail.append(key_states, value_states)
+        self.generated.append(key_states, value_states)
 
     def visible(self) -> KV:
         """Keys and values for the attention call."""
-        return self.tail.view()
+        return self.generated.view()
 
     @property
     def places(self) -> Places:
@@ -134,15 +134,15 @@ class GeneratedLayer(_Layer):
         return Places()
 
     def get_seq_length(self) -> int:
-        return self.prefix.length + self.tail.length
+        return self.prefix.length + self.generated.length
 
     def reset(self) -> None:
-        self.tail = GeneratedKV()
+        self.generated = GeneratedKV()
         self.unattended = False
 
     def fork(self, prefix: Prefix) -> Self:
         fork = copy(self)
-        fork.prefix, fork.tail, fork.unattended = prefix, self.tail.fork(), False
+        fork.prefix, fork.generated, fork.unattended = prefix, self.generated.fork(), False
         fork.states = self.states and self.states.copy()
         return fork
 
@@ -163,15 +163,15 @@ class LatentLayer(PrefixLayer):
         """Latents `[B, 1, T, rank]` and rotary parts `[B, 1, T, rotary]`."""
         self.rank = key_states.shape[-1]
         rows = torch.cat([key_states, value_states], dim=-1)
-        self.tail.append(rows, rows)
+        self.generated.append(rows, rows)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Zeros `[B, S, D]` for an indexer of the model's own, whose choice is not used behind a prefix."""
         batch, _, dim = indexer_key_states.shape
-        return indexer_key_states.new_zeros(()).expand(batch, self.tail.length, dim)
+        return indexer_key_states.new_zeros(()).expand(batch, self.generated.length, dim)
 
     def visible(self) -> KV:
-        rows, _ = self.tail.view()
+        rows, _ = self.generated.view()
         return rows[..., : self.rank], rows[..., self.rank :]
 
 
@@ -189,12 +189,12 @@ class WindowLayer(GeneratedLayer):
 
     def visible(self) -> KV:
         """Seed and generated KV; the mask limits every token to its window, which padding may shift."""
-        if not self.tail.length:
+        if not self.generated.length:
             return self.seed
         return self._behind_seed(self.seeded)
 
     def _behind_seed(self, tokens: int) -> KV:
-        keys, values = self.tail.view()
+        keys, values = self.generated.view()
         seed_keys, seed_values = (
             part[:, :, part.shape[2] - tokens :].expand(keys.shape[0], -1, -1, -1) for part in self.seed
         )
@@ -216,7 +216,7 @@ class WindowLayer(GeneratedLayer):
         if before > 0:
             keys, values = self._behind_seed(before)
         else:
-            keys, values = (part[:, :, -before:] for part in self.tail.view())
+            keys, values = (part[:, :, -before:] for part in self.generated.view())
         if tokens == 1:
             return keys, values, None
         asked = torch.arange(first, end, device=keys.device)[:, None]

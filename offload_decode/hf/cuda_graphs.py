@@ -165,7 +165,7 @@ class GraphForward:
         try:
             ids, positions, cache = given["input_ids"], given["position_ids"], cache_in(given)
             held = self._pass(ids, positions)
-            if held is None or held.layers != [layer.index for layer in cache.tails]:
+            if held is None or held.layers != [layer.index for layer in cache.generated_layers]:
                 return self.__wrapped__(**given)
             output = copy(held.output)
             setattr(output, cache_name(type(self.decoder)), cache)  # type: ignore[arg-type]
@@ -275,13 +275,13 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
     if given.get("return_dict") is False or any(one is not None and one is not False for one in others):
         return False
     if isinstance(cache, PackedCache):
-        return not any(layer.latent for layer in cache.tails)
+        return not any(layer.latent for layer in cache.generated_layers)
     if not isinstance(cache, CorpusCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
         return False
     mask: Tensor | None = given.get("attention_mask")
     return (mask is None or mask.ndim == 2) and not any(
         isinstance(layer, LatentLayer) or (isinstance(layer, WindowLayer) and layer.chunked)
-        for layer in cache.tails
+        for layer in cache.generated_layers
     )
 
 

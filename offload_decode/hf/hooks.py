@@ -80,7 +80,7 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: CorpusCache) -> Pas
         )
     if ids is not None:
         check_ids(ids, decoder)
-    if cache.tails[0].tail.batch not in (None, rows):
+    if cache.generated_layers[0].generated.batch not in (None, rows):
         cache.refuse_rows(rows)
     mask = given.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim not in (2, 4)):
@@ -209,9 +209,9 @@ def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[CorpusCac
 
 
 def _shown(mask: Tensor, cache: CorpusCache, rows: int, tokens: int) -> Tensor:
-    """The columns of a 2-D mask after the prefix, checked: bool `[B, tail + T]`."""
-    prefix, tail = cache.prefix_length, cache.tail_length
-    if mask.shape[1] != (whole := prefix + tail + tokens):
+    """The columns of a 2-D mask after the prefix, checked: bool `[B, generated + T]`."""
+    prefix, generated = cache.prefix_length, cache.generated_length
+    if mask.shape[1] != (whole := prefix + generated + tokens):
         raise ConfigError(
             f"the attention mask covers {mask.shape[1]} tokens, but {whole} are in the cache with its "
             "stored prefix and the new ones: pass ones for the prefix and for earlier turns too, as "
@@ -225,7 +225,7 @@ def _shown(mask: Tensor, cache: CorpusCache, rows: int, tokens: int) -> Tensor:
         raise ConfigError(_HIDES)
     shown = mask[:, prefix:] != 0  # a copy: the caller's mask may change
     earlier = cache.shown
-    before = shown[:, :tail]
+    before = shown[:, :generated]
     if not bool((before if earlier is None else before == earlier.to(before.device)).all()):
         raise ConfigError(
             "the attention mask differs from that of an earlier pass for tokens that both cover, and "
@@ -236,7 +236,7 @@ def _shown(mask: Tensor, cache: CorpusCache, rows: int, tokens: int) -> Tensor:
 
 def _prepared(mask: Tensor, cache: CorpusCache, rows: int, tokens: int) -> Tensor:
     """A 4-D mask without its columns of the prefix."""
-    prefix, tail = cache.prefix_length, cache.tail_length
+    prefix, generated = cache.prefix_length, cache.generated_length
     if mask.dtype != torch.bool:
         raise ConfigError(NOT_BOOL)
     if any(cache.is_sliding):
@@ -249,12 +249,12 @@ def _prepared(mask: Tensor, cache: CorpusCache, rows: int, tokens: int) -> Tenso
             f"a prepared attention mask must be [{rows}, 1, {tokens}, …] for these tokens, and not "
             f"{list(mask.shape)}"
         )
-    if mask.shape[-1] == prefix + tail + tokens:
+    if mask.shape[-1] == prefix + generated + tokens:
         if not bool(mask[..., :prefix].all()):
             raise ConfigError(_HIDES)
         return mask[..., prefix:]
-    if mask.shape[-1] != tail + tokens:
-        whole = prefix + tail + tokens
+    if mask.shape[-1] != generated + tokens:
+        whole = prefix + generated + tokens
         raise ConfigError(
             f"the prepared attention mask covers {mask.shape[-1]} tokens, but {whole} are in the cache "
             "with its stored prefix and the new ones"

@@ -55,7 +55,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.segments = list(segments)
         count = len(self.segments[0].cache.layers)
         super().__init__(layers=[_packed_layer(index, self.segments, blocks) for index in range(count)])
-        self.tails = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+        self.generated_layers = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
         self._begun = False
 
     @cached_property
@@ -81,11 +81,11 @@ class PackedCache(Cache):  # type: ignore[misc]
             if own.positions.length != self.rotated_for:
                 raise ConfigError("conversations that are rotated for other lengths do not run in one pass")
             own.take_back()
-            if own.tails[0].tail.batch not in (None, 1):
+            if own.generated_layers[0].generated.batch not in (None, 1):
                 own.refuse_rows(1)
             if own.positions.most is not None:
                 own.check_room(count, None)
-        for layer in self.tails:
+        for layer in self.generated_layers:
             layer.begin()
         for own, count in self.segments:
             own.begin(1, count)
@@ -99,11 +99,11 @@ class PackedCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """As of one conversation, the longest: models that are told the positions count nothing from it."""
         layer = self.layers[layer_idx]
-        return (layer if isinstance(layer, PackedLayer) else self.tails[0]).get_seq_length()
+        return (layer if isinstance(layer, PackedLayer) else self.generated_layers[0]).get_seq_length()
 
     def check_attended(self) -> None:
         """Raise as `CorpusCache.check_attended` does; else the pass is over."""
-        for layer in self.tails:
+        for layer in self.generated_layers:
             if layer.unattended or not layer.updated:
                 raise UnsupportedModel(
                     f"layer {layer.index} attended without its stored prefixes: the model does not pass the "
@@ -121,23 +121,25 @@ def logits_after(logits: Tensor, rows: Tensor) -> Tensor:
 class PackedLayer(PassLayer):
     """One layer of all conversations of a pass."""
 
-    def __init__(self, index: int, tails: list[GeneratedLayer], tokens: list[int], blocks: Sequence[Block]):
-        self.index, self.tails, self.tokens, self.blocks = index, tails, tokens, blocks
+    def __init__(
+        self, index: int, generated_layers: list[GeneratedLayer], tokens: list[int], blocks: Sequence[Block]
+    ):
+        self.index, self.generated_layers, self.tokens, self.blocks = index, generated_layers, tokens, blocks
         self.unattended = self.updated = False
         self._first = 0
         self._new = sum(tokens)
 
     @property
     def latent(self) -> bool:
-        return isinstance(self.tails[0], LatentLayer)
+        return isinstance(self.generated_layers[0], LatentLayer)
 
     def begin(self) -> None:
-        self._first = max(tail.get_seq_length() for tail in self.tails)
+        self._first = max(layer.get_seq_length() for layer in self.generated_layers)
 
     def update(self, key_states: Tensor, value_states: Tensor) -> KV:
         """Append `[1, Hkv, total, D]`, each segment to its own KV; the keys returned only tell the layer."""
         parts = (torch.split(states, self.tokens, dim=2) for states in (key_states, value_states))
-        for layer, keys, values in zip(self.tails, *parts, strict=True):
+        for layer, keys, values in zip(self.generated_layers, *parts, strict=True):
             layer.append(keys, values)
         tagged = key_states.view_as(key_states)
         RUNNING.current.updated(self, tagged)
@@ -155,7 +157,7 @@ class PackedLayer(PassLayer):
             part = query[:, :, start : start + tokens]
             finishes.append(prefix.begin(self.index, part, scaling, softcap))
             start += tokens
-        parts = zip(self.tails, torch.split(query, self.tokens, dim=2), strict=True)
+        parts = zip(self.generated_layers, torch.split(query, self.tokens, dim=2), strict=True)
         generated = _concatenated([_attend_generated(*part, scaling, softcap) for part in parts])
         self.unattended = False
         return (generated, _concatenated([finish() for finish in finishes])) if finishes else (generated,)
@@ -180,7 +182,7 @@ def _attend_generated(
     if isinstance(layer, WindowLayer):
         keys, values, mask = layer.near(tokens)
     else:
-        keys, values = layer.tail.view()
+        keys, values = layer.generated.view()
         mask = None
         if tokens > 1:
             mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=keys.device)

@@ -69,7 +69,7 @@ class States:
 
 
 Marks = dict[int, dict[int, States]]
-"""States by layer, after so many tokens of the tail."""
+"""States by layer, after so many generated tokens."""
 
 
 class RecurrentCache(Cache):  # type: ignore[misc]
@@ -119,21 +119,21 @@ class RecurrentCache(Cache):  # type: ignore[misc]
             layer_idx = max(layer.index for layer in self.layers if layer.states is not None)
         return bool(self._states(layer_idx).held)
 
-    def mark_states(self, tail_length: int, rows: int, tokens: int) -> None:
-        """A pass begins behind the tail: it may be taken back, and one of several tokens begins a turn."""
-        self._last = {tail_length: {i: states.copy() for i, states in self._held().items()}}
-        if tokens > 1 or not tail_length:
+    def mark_states(self, generated_length: int, rows: int, tokens: int) -> None:
+        """A pass begins: it may be taken back, and one of several tokens begins a turn."""
+        self._last = {generated_length: {i: states.copy() for i, states in self._held().items()}}
+        if tokens > 1 or not generated_length:
             self.marks = self._last | self.marks
-        if rows > 1 and not tail_length:
+        if rows > 1 and not generated_length:
             # What is stored is of one row; a state is never written to, so that rows may share it for now.
             index = torch.zeros(rows, dtype=torch.long)
             self._replace_states({i: states.rows(index) for i, states in self._held().items()})
 
-    def restore_states(self, tail_length: int, prefix_length: int) -> None:
-        """The states after so many tokens of the tail; `ConfigError` where they were not kept."""
+    def restore_states(self, generated_length: int, prefix_length: int) -> None:
+        """The states after so many generated tokens; `ConfigError` where they were not kept."""
         if not self.recurrent:
             return
-        held = self.marks.get(tail_length) or self._last.get(tail_length)
+        held = self.marks.get(generated_length) or self._last.get(generated_length)
         if held is None:
             known = ", ".join(str(prefix_length + mark) for mark in sorted(self.marks))
             raise ConfigError(
@@ -141,7 +141,7 @@ class RecurrentCache(Cache):  # type: ignore[misc]
                 f"{known} tokens, or fork before you branch"
             )
         self._replace_states(held)
-        self.join(tail_length)
+        self.join(generated_length)
 
     @property
     def state_bytes(self) -> int:
@@ -158,9 +158,9 @@ class RecurrentCache(Cache):  # type: ignore[misc]
             for length, held in marks.items():
                 marks[length] = {i: states.rows(rows) if length else states for i, states in held.items()}
 
-    def join(self, tail_length: int) -> None:
-        """The passes since `tail_length` were one turn: forget where the later ones began."""
-        self.marks = {length: held for length, held in self.marks.items() if length <= tail_length}
+    def join(self, generated_length: int) -> None:
+        """The passes since `generated_length` were one turn: forget where the later ones began."""
+        self.marks = {length: held for length, held in self.marks.items() if length <= generated_length}
 
     def states(self, layer: int) -> list[Tensor]:
         """What a recurrent layer has after the last token, `[B, ...]`, in the order of its shape."""

@@ -237,8 +237,8 @@ class Trial:
         cache = CorpusCache.over(stored, self.shape, windows, positions=positions)
         for part in torch.split(prefix, list(_CHUNKS), dim=1) if prefix.numel() else ():
             self.model.base_model(input_ids=part, use_cache=True, **with_cache(self.model.base_model, cache))
-            for layer in cache.tails:
-                stored.append(layer.index, *layer.tail.view())
+            for layer in cache.generated_layers:
+                stored.append(layer.index, *layer.generated.view())
             stored.length += part.shape[1]
             cache.rebase()
         windows = {layer: cache.layers[layer].seed for layer in self.shape.local_layers}

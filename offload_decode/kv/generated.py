@@ -145,6 +145,6 @@ class Prefix(Protocol):
         """
 
     def attend_generated(
-        self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
+        self, layer: int, query: Tensor, generated: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to a part of the generated KV; None where all of it is to be attended."""

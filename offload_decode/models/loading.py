@@ -52,7 +52,7 @@ class Padding(NamedTuple):
 @dataclass(frozen=True)
 class LoadedModel:
     """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
-    checkpoint's), or what they were quantised to as it was loaded. `streamed`: those of its layers come to
+    checkpoint's), or what they were quantized to as it was loaded. `streamed`: those of its layers come to
     the device as they run (`models.layer_streaming`), for passes without logits. `scaled`: how its RoPE was
     asked to be, empty as it is trained. `loading`: seconds that `load` took, converting and hashing included.
     """
@@ -229,7 +229,7 @@ def load(
             elif weights in quantization.FEW_BITS and chosen_device.type == "cpu":
                 model = quantize(model, weights)
             elif weights in quantization.FEW_BITS:
-                model = quantization.quantise(model, weights, chosen_device)
+                model = quantization.quantize_on_gpu(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
     # A name by which a store finds its model from any folder.
@@ -306,7 +306,7 @@ def run_in_passes(
     """
     batch, length = tokens.shape
     passes = -(-length // pass_tokens(limit, batch))
-    before, logits = cache.tail_length, []
+    before, logits = cache.generated_length, []
     for start, end in pairwise(length * one // passes for one in range(passes + 1)):
         own = None
         if padding is not None:

@@ -76,7 +76,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     method = fields.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS or method == GGUF:
         raise UnsupportedModel(
-            f"the checkpoint's weights are quantised by '{str(method)[:40]}', which is not served; served "
+            f"the checkpoint's weights are quantized by '{str(method)[:40]}', which is not served; served "
             f"are: {', '.join(name for name in FORMATS if name != GGUF)}, and GGUF files"
         )
     return fields
@@ -180,7 +180,7 @@ def replaceable(model: Any) -> Iterator[tuple[Any, str, Any]]:
                 yield parent, name, layer
 
 
-def quantise(model: Any, weights: str, device: torch.device) -> Any:
+def quantize_on_gpu(model: Any, weights: str, device: torch.device) -> Any:
     """Put `model`, which is on the CPU, on a GPU with its linear layers' weights in `weights`.
 
     Layer by layer, so that the device never holds a whole unquantized model; nor does the host, where the

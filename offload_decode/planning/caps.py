@@ -80,7 +80,7 @@ def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> 
     # What a whole question chooses together must not depend on the memory that there is.
     sizes = [usual, *(halves(usual // 2) if usual <= PASS_TOKENS else [])]
     for size_of_pass in sizes:
-        longer = asked.changed(tail=tokens + QUESTION_TOKENS, batch=sequences, pass_tokens=size_of_pass)
+        longer = asked.changed(generated=tokens + QUESTION_TOKENS, batch=sequences, pass_tokens=size_of_pass)
         lacking = [place for place in longer.lacking() if _certain(longer, place, caps)]
         if not lacking:
             return size_of_pass

@@ -164,7 +164,7 @@ class Plan:
 
 def plan(outline: Outline, request: Workload, machine: Machine) -> Plan:
     """Count what the request takes on that machine. Raises `ConfigError` for weights that the model's
-    checkpoint cannot be quantised to, and for such as are streamed where there is no GPU, or are in few bits.
+    checkpoint cannot be quantized to, and for such as are streamed where there is no GPU, or are in few bits.
     """
     check_weights_of(outline.format, STREAMED if request.streamed else request.weights)
     if request.streamed and machine.gpu is None:

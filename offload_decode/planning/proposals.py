@@ -109,7 +109,7 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
 
 
 def _rungs(weights: str, outline: Outline) -> list[str]:
-    """These weights, and those in fewer bits where the model's can be quantised."""
+    """These weights, and those in fewer bits where the model's can be quantized."""
     if outline.format not in ("", GGUF):
         return [weights]
     return _from(weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"])

@@ -1,4 +1,4 @@
-"""How many bytes weights, stores, tails and prefills take: arithmetic on an outline, nothing measured."""
+"""How many bytes weights, stores, generated KV and prefills take: arithmetic, nothing measured."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,7 +28,7 @@ from offload_decode.types import PAGE_METADATA, LayerKind, LayerShape, ModelShap
 
 # Bytes of a weight in the blocks that a CPU quantizes to: Q8_0, also of the output layer, and Q4_1.
 _IN_BLOCKS = {"int8": 34 / 32, "int4": 20 / 32}
-# Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
+# Of bitsandbytes' NF4 with quantized scales: a byte for each block, four for each 256 blocks.
 _INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
 _ZARR_JSON, _SUM_LINE = 700, 110  # bytes of an array's metadata, and of a file's checksum
 
@@ -153,12 +153,12 @@ def least_index() -> str:
     return min(registry.BUILT_IN, key=size)
 
 
-def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
+def generated_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
     """Keys and values of what follows the stored tokens, on the device, with the room they grow into."""
     item, room = itemsize(dtype), room_for(tokens)
     rows = [(item * _row_numbers(own), own.window or 0) for own in shape.layers]
     held = sum(row * (room + window) for row, window in rows)
-    # A window layer joins its window and its tail anew at every step, one layer at a time.
+    # A window layer joins its window and its generated KV anew at every step, one layer at a time.
     return held + max((row * (tokens + window) for row, window in rows if window), default=0)
 
 
@@ -218,7 +218,7 @@ def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: s
     scores = 4 * 4 * min(chunk * keys, max(dense.DEVICE_SCORES, keys)) if on_gpu else 0
     masked = any(own.kind is LayerKind.CHUNKED for own in shape.layers)
     scores += mask_bytes(chunk if masked else min(chunk, dense.PLACED_ROWS), chunk)
-    return layer_bytes(outline, chunk) + tail_bytes(shape, chunk, outline.dtype) + read + scores
+    return layer_bytes(outline, chunk) + generated_bytes(shape, chunk, outline.dtype) + read + scores
 
 
 def staging_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: str = "auto") -> int:
@@ -250,9 +250,9 @@ class Workload:
     dtype. `selector` with `budget`, `dense_layers` (None: the selector's own), `index` (topk), `page_size`
     and `metadata` (quest). `streamed`: a prefill has its weights come to a GPU layer by layer, in the model's
     dtype whatever `weights` are asked with. `chunk`: tokens of its forward pass; `chunk_chosen`: those that
-    fit, which `plan` finds. `tail`: tokens of question and answer, in each of `batch` conversations at once,
-    of whose questions a forward pass takes `pass_tokens`. `device_cache`: bytes of a GPU that keep stored
-    rows.
+    fit, which `plan` finds. `generated`: tokens of question and answer, in each of `batch` conversations at
+    once, of whose questions a forward pass takes `pass_tokens`. `device_cache`: bytes of a GPU that keep
+    stored rows.
     """
 
     tokens: int
@@ -267,7 +267,7 @@ class Workload:
     streamed: bool = False
     chunk: int = 512
     chunk_chosen: bool = False
-    tail: int = 2 * QUESTION_TOKENS
+    generated: int = 2 * QUESTION_TOKENS
     batch: int = 1
     pass_tokens: int = PASS_TOKENS
     device_cache: int = 0
@@ -289,7 +289,7 @@ class Workload:
     @property
     def question(self) -> int:
         """Tokens of questions that run together: of all but room for an answer, those of a pass."""
-        wanted = self.batch * max(1, self.tail - QUESTION_TOKENS)
+        wanted = self.batch * max(1, self.generated - QUESTION_TOKENS)
         return min(wanted, self.batch * pass_tokens(self.pass_tokens, self.batch))
 
     def budgets(self, shape: ModelShape) -> dict[int, int | None]:
@@ -338,15 +338,17 @@ _PAGE_SCORES = 1 << 24  # of Quest, in memory at once
 
 
 def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
-    """Beyond weights and pages, on the device: the tail, and what a question holds while a layer attends."""
+    """Beyond weights and pages, on the device: generated KV, and what a question needs in a layer."""
     shape, n = outline.shape, request.tokens
     question, largest = request.question, request.largest(shape)
-    total = request.batch * tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
-    total += mask_bytes(question, request.tail)
-    # The layer that attends widens its part of the tail. Of latents a model makes keys and values for every
+    total = request.batch * generated_bytes(shape, request.generated, outline.dtype) + layer_bytes(
+        outline, question
+    )
+    total += mask_bytes(question, request.generated)
+    # The layer that attends widens its part of it. Of latents a model makes keys and values for every
     # query head, which have no more numbers than a latent.
     attended = (shape.query_heads if shape.latent else shape.kv_heads) * pair_dim(shape)
-    total += request.batch * 4 * attended * request.tail
+    total += request.batch * 4 * attended * request.generated
     fetched = block = 0
     if largest and request.selector == "quest":
         fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))

@@ -87,7 +87,7 @@ class Selector(ABC):
         """Tokens of a conversation up to which `select_generated` takes all of it."""
         return math.inf
 
-    def select_generated(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
+    def select_generated(self, layer: int, queries: Queries, generated: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation itself for the rows of `queries`; None, as here, is all of it."""
         return None
 

@@ -74,7 +74,7 @@ class Quest(Selector):
         """The best pages of each list, with room for `k` tokens."""
         return self.stored_pages(layer, self.lists(queries), k)
 
-    def select_generated(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
+    def select_generated(self, layer: int, queries: Queries, generated: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
         bounded however much is written. Their bounds grow with it. Its last page is the one being filled,
         full or not, for the query's own token is there. Attended whole are several conversations at once, a
@@ -83,11 +83,11 @@ class Quest(Selector):
         own = self.budgets[layer]
         if own is None or own.largest >= self.host.length or queries.batch * queries.tokens > 1:
             return None
-        wanted, before = max(own.largest, WHOLE_GENERATED), (tail.length - 1) // self.page_size
-        if tail.length <= wanted or tail.length - before * self.page_size > wanted:
+        wanted, before = max(own.largest, WHOLE_GENERATED), (generated.length - 1) // self.page_size
+        if generated.length <= wanted or generated.length - before * self.page_size > wanted:
             return None
-        bounds = tail.page_bounds(self.page_size, self.metadata).first(before)
-        return self.best_pages(bounds, tail.length, self.lists(queries), wanted)
+        bounds = generated.page_bounds(self.page_size, self.metadata).first(before)
+        return self.best_pages(bounds, generated.length, self.lists(queries), wanted)
 
     def lists(self, queries: Queries) -> Tensor:
         """The rows `[Hkv, Q, G, D]` of each list of pages."""

@@ -5,7 +5,7 @@ with the question: the first forward pass after a reset gives the observation wi
 its queries spreads one vote, its softmax over the stored tokens; votes are summed over the window and the
 query heads of a KV head's group, pooled over neighbours, and the top k chosen once. All rows of that pass and
 all later tokens attend to them until the next question. A question that comes in several passes is judged by
-the first. The tail, the window in it, is attended to densely beside the k tokens.
+the first. Generated KV, the window in it, is attended to densely beside the k tokens.
 """
 
 from dataclasses import dataclass

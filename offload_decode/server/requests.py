@@ -233,7 +233,7 @@ class Settings:
     max_tokens: of requests that name none. max_running: answers written at the same time; max_waiting:
     requests that wait beyond them, before others are refused. max_prompt: tokens behind the stored ones.
     max_body: bytes of a request. deadline_s: seconds that a request may take. running_bytes: memory for the
-    questions and answers that are being worked on; tail_bytes: for turns that are remembered. max_open:
+    questions and answers that are being worked on; generated_bytes: for turns that are remembered. max_open:
     stores, with a selector each, that are kept open; max_models: models that are held in memory. read_only:
     no store is made, appended to or deleted; max_upload: bytes of the documents of one request.
     """
@@ -249,7 +249,7 @@ class Settings:
     max_body: int = 32 << 20
     deadline_s: float = 600.0
     running_bytes: int = 4 << 30
-    tail_bytes: int = 1 << 30
+    generated_bytes: int = 1 << 30
     max_open: int = 256
     max_models: int = 1
     read_only: bool = False
@@ -260,5 +260,5 @@ class Settings:
         for name in (*positive, "max_open", "max_models", "max_upload"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
-        if self.max_waiting < 0 or self.tail_bytes < 0:
+        if self.max_waiting < 0 or self.generated_bytes < 0:
             raise ConfigError("how many requests wait, and the memory for turns, must be 0 or more")

@@ -19,7 +19,7 @@ from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.text import Pieces
 from offload_decode.models.prompt import next_turn
-from offload_decode.planning.sizes import tail_bytes
+from offload_decode.planning.sizes import generated_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics
 from offload_decode.server.loaded_models import Target
@@ -166,7 +166,7 @@ class RunningRequest:
         """Memory that its tokens may come to."""
         loaded, request = self.target.loaded, self.request
         most = request.generation.max_tokens or 0
-        most_bytes = request.n * tail_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
+        most_bytes = request.n * generated_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
         if request.prompt_logprobs is not None and self.target.start.pass_tokens > PASS_TOKENS:
             # All logits of a question that runs whole are there at once, and once more as they are joined.
             most_bytes += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)

@@ -62,7 +62,7 @@ class Service:
         self.catalog = catalog
         self.settings = settings
         self.metrics = metrics or Metrics()
-        self.prefix_cache = PrefixCache(settings.tail_bytes)
+        self.prefix_cache = PrefixCache(settings.generated_bytes)
         self.loaded_models = LoadedModels(settings, lambda key: self.prefix_cache.drop(key=key))
         self.scheduler = Scheduler(settings, self.prefix_cache, self.metrics)
         self.answer_tokens = AnswerTokens()
@@ -150,7 +150,7 @@ class Service:
         self.catalog.close()
 
     def _tell_metrics(self) -> None:
-        most = max(self.settings.tail_bytes, 1)
+        most = max(self.settings.generated_bytes, 1)
         self.metrics.read(
             "kv_cache_usage_perc",
             "Share of the memory for turns that is in use, 0 to 1.",

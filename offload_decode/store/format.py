@@ -215,7 +215,7 @@ class Manifest:
 
     There is no time in it, so that two prefills of one corpus are the same bytes.
     `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped
-    the numbers: `weights`, where they were quantised for the prefill (`int8` or `int4`), and `rope`, where
+    the numbers: `weights`, where they were quantized for the prefill (`int8` or `int4`), and `rope`, where
     it was scaled (`yarn:4`).
     `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
     `FINGERPRINT_VERSION`.

@@ -57,7 +57,11 @@ def test_the_defaults_are_those_of_the_settings():
     settings = Settings()
     for said in (settings.max_tokens, settings.max_running, settings.max_waiting, settings.deadline_s):
         assert f"[default: {said}" in " ".join(shown.split())
-    assert (settings.max_prompt, settings.max_body, settings.tail_bytes) == (128 << 10, 32 << 20, 1 << 30)
+    assert (settings.max_prompt, settings.max_body, settings.generated_bytes) == (
+        128 << 10,
+        32 << 20,
+        1 << 30,
+    )
 
 
 def test_an_address_is_one_that_can_be_clicked():

@@ -18,18 +18,18 @@ def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_and_ask_say_which_weights_prefilled(small, store):
-    assert "int8: the keys and values are the quantised model's" in run("inspect", small).out
+    assert "int8: the keys and values are the quantized model's" in run("inspect", small).out
     assert json_of("inspect", small)["manifest"]["prefill"]["weights"] == "int8"
-    assert "quantised" not in run("inspect", store).out
+    assert "quantized" not in run("inspect", store).out
     ask = ("ask", small, "What?", "--max-new-tokens", "2", "--device", "cpu")
     sentence = (
-        "The store was prefilled with int8 weights: its keys and values are those of the quantised model"
+        "The store was prefilled with int8 weights: its keys and values are those of the quantized model"
     )
     assert run(*ask).err == f"{sentence}.\n"
     assert run(*ask, "--weights", "full").err == f"{sentence}, and it was asked with full weights.\n"
     assert run(*ask, "--weights", "int4").err == f"{sentence}, and it was asked with int4 weights.\n"
     assert json_of(*ask)["weights"] == "int8"
-    assert "quantised" not in run("ask", store, "What?", "--max-new-tokens", "2").err
+    assert "quantized" not in run("ask", store, "What?", "--max-new-tokens", "2").err
 
 
 def test_a_store_of_other_weights_is_not_the_one_that_is_asked_for(home, small):

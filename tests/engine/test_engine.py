@@ -163,7 +163,7 @@ def test_crop_reaches_back_to_the_stored_tokens_and_no_further(engine):
 
 
 def test_an_interrupted_step_leaves_no_half_of_it(engine):
-    """An interrupt between two layers: their tails must not differ in length afterwards."""
+    """An interrupt between two layers: their generated tokens must not differ in length afterwards."""
     first = engine.extend([5, 6, 7])
     list(engine.generate(first, 2))  # leaves a pending token
     length, pending = engine.length, list(engine.pending)

@@ -1,4 +1,4 @@
-"""A layer's query is on its way to the host before its tail is attended to, and searched for after that."""
+"""A query goes to the host before its layer attends to generated tokens, and is searched for after that."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -40,18 +40,18 @@ def events(monkeypatch):
 
     attend_dense = attention.attend_dense
 
-    def tail(*arguments):
-        log.append("tail")
+    def generated(*arguments):
+        log.append("generated")
         return attend_dense(*arguments)
 
     monkeypatch.setattr(Queries, "sent", sent)
-    monkeypatch.setattr(attention, "attend_dense", tail)
+    monkeypatch.setattr(attention, "attend_dense", generated)
     return log
 
 
-def test_a_query_is_sent_before_the_tail_and_searched_for_after_it(engine, events):
+def test_a_query_is_sent_before_generated_tokens_and_searched_for_after_it(engine, events):
     engine.extend([5])
-    assert events == ["sent", "tail", "searched"] * 2
+    assert events == ["sent", "generated", "searched"] * 2
 
 
 @pytest.mark.parametrize("tokens", [[5], [5, 6, 7, 8]])

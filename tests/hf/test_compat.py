@@ -64,4 +64,4 @@ def test_what_a_pass_returns_holds_the_cache(engine: Engine) -> None:
     with torch.inference_mode():
         output = engine.loaded.model(**copy.copy(given))
     assert cache_in(output) is cache
-    assert cache.tail_length == given["input_ids"].shape[1]
+    assert cache.generated_length == given["input_ids"].shape[1]

@@ -127,7 +127,7 @@ def test_a_second_turn_that_leaves_the_first_out_is_refused(engine, padded):
     for call in (model, partial(model.generate, **GREEDY)):
         with pytest.raises(ConfigError):
             call(torch.tensor([NEXT]), attention_mask=without, **{generate_name(): cache})
-    assert cache.tail_length == len(ASKED), "nothing was appended"
+    assert cache.generated_length == len(ASKED), "nothing was appended"
 
 
 @pytest.mark.parametrize("ids", [NEXT, list(range(3, 28)), list(range(3, 3 + N))])

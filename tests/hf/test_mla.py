@@ -196,10 +196,10 @@ def test_the_unselected_latents_are_estimated(tmp_path, plain, tail):
 def test_a_long_conversation_is_attended_to_by_pages(tmp_path, plain, monkeypatch):
     chosen = []
 
-    def every_page(self, layer, queries, tail):
+    def every_page(self, layer, queries, generated):
         chosen.append(queries.vectors.shape)
-        pages = torch.arange(-(-tail.length // 4)).expand(1, 1, -1)
-        return PageSelection(pages, 4, torch.tensor([tail.length + 4]), shared=True)
+        pages = torch.arange(-(-generated.length // 4)).expand(1, 1, -1)
+        return PageSelection(pages, 4, torch.tensor([generated.length + 4]), shared=True)
 
     monkeypatch.setattr(quest, "WHOLE_GENERATED", 0)
     monkeypatch.setattr(quest.Quest, "select_generated", every_page)
@@ -263,12 +263,12 @@ def test_chunks_choose_among_latents(tmp_path, plain, method):
 
 def test_a_model_in_few_bits_attends_as_it_does_itself(tmp_path, plain):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from offload_decode.models.quantization import quantise
+    from offload_decode.models.quantization import quantize_on_gpu
 
     heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     # Without experts: where inputs are rounded, a token on the edge between two goes to either.
     given = {"hidden_size": 64, "kv_lora_rank": 64, "q_lora_rank": None, "first_k_dense_replace": 99, **heads}
-    few = quantise(tiny_model("deepseek_v3", **given), "int4", torch.device("cpu"))
+    few = quantize_on_gpu(tiny_model("deepseek_v3", **given), "int4", torch.device("cpu"))
     assert sum(type(layer).__name__ == "Linear4bit" for layer in few.modules()) > 4
     expected = plain_logits(few)
     engine = engine_over(tmp_path, few)

@@ -42,7 +42,7 @@ def run(talks, cache, tokens, **more):
 
 
 def lengths(talks):
-    return [{layer.tail.length for layer in talk.cache.tails} for talk in talks]
+    return [{layer.generated.length for layer in talk.cache.generated_layers} for talk in talks]
 
 
 def test_a_model_that_mixes_its_conversations_is_not_packed(tmp_path, monkeypatch):

@@ -222,7 +222,7 @@ def wrong(rows, dice):
     if held:
         with pytest.raises(OffloadDecodeError):
             rows.world.model(torch.full((len(ids) + 1, 2), 5), **with_cache(rows.world.model, rows.cache))
-    assert rows.cache.tail_length == held
+    assert rows.cache.generated_length == held
 
 
 @walks

@@ -43,7 +43,9 @@ def run(cache: CorpusCache, tokens: int, rows: int = 1) -> None:
     assert state is not None
     assert state.shape == (rows, 2)
     cache.update_recurrent_state(state.add_(tokens), layer_idx=0)  # as a kernel may that writes in place
-    cache.tails[0].tail.append(torch.zeros(rows, 1, tokens, 4), torch.zeros(rows, 1, tokens, 4))
+    cache.generated_layers[0].generated.append(
+        torch.zeros(rows, 1, tokens, 4), torch.zeros(rows, 1, tokens, 4)
+    )
     cache.begun = None
 
 
@@ -98,9 +100,9 @@ def test_states_are_taken_back_to_where_a_turn_began() -> None:
     assert state(cache) == [12.0]
     with pytest.raises(ConfigError, match="crop to 10, 17 tokens"):
         cache.crop(-2)
-    assert (state(cache), cache.tail_length) == ([12.0], 12), "nothing was taken back"
+    assert (state(cache), cache.generated_length) == ([12.0], 12), "nothing was taken back"
     cache.crop(-5)
-    assert (state(cache), cache.tail_length) == ([7.0], 7)
+    assert (state(cache), cache.generated_length) == ([7.0], 7)
     cache.crop(-7)
     assert state(cache) == [0.0]
     run(cache, 2, rows=3)

@@ -1,4 +1,4 @@
-"""The tail on the device, and attending to selected rows of a stored prefix."""
+"""The generated on the device, and attending to selected rows of a stored prefix."""
 
 import numpy as np
 import pytest
@@ -146,29 +146,29 @@ def test_numpy_and_torch_see_the_same_numbers(dtype):
     assert np.array_equal(array.astype(np.float32), tensor.float().numpy())
 
 
-def test_tail_grows_crops_and_forks_independently():
-    tail = GeneratedKV()
+def test_generated_kv_grows_crops_and_forks_independently():
+    generated = GeneratedKV()
     parts = [torch.randn(2, 3, n, 4) for n in (1, 100, 5, 300)]
     for part in parts:
-        tail.append(part, -part[..., :3])
+        generated.append(part, -part[..., :3])
     whole = torch.cat(parts, dim=2)
-    assert torch.equal(tail.view()[0], whole)
-    fork = tail.fork()
-    tail.crop(50)
-    tail.append(parts[2], -parts[2][..., :3])
+    assert torch.equal(generated.view()[0], whole)
+    fork = generated.fork()
+    generated.crop(50)
+    generated.append(parts[2], -parts[2][..., :3])
     assert torch.equal(fork.view()[1], -whole[..., :3])
-    assert torch.equal(tail.view()[0], torch.cat([whole[:, :, :50], parts[2]], dim=2))
+    assert torch.equal(generated.view()[0], torch.cat([whole[:, :, :50], parts[2]], dim=2))
     fork.rows(torch.tensor([1, 1, 0]))
     assert torch.equal(fork.view()[0], whole[[1, 1, 0]])
 
 
 def test_keys_that_are_the_values_too_are_held_once():
-    tail, part = GeneratedKV(), torch.randn(2, 1, 70, 4)
+    generated, part = GeneratedKV(), torch.randn(2, 1, 70, 4)
     for rows in part.split(30, dim=2):
-        tail.append(rows, rows)
-    fork = tail.fork()
+        generated.append(rows, rows)
+    fork = generated.fork()
     fork.rows(torch.tensor([1]))
-    for held, whole in ((tail, part), (fork, part[1:])):
+    for held, whole in ((generated, part), (fork, part[1:])):
         keys, values = held.view()
         assert torch.equal(keys, whole)
         assert keys.data_ptr() == values.data_ptr()

@@ -34,7 +34,7 @@ def prefilled(folder: Path, out: str | Path = "s.kv", chunk: int = 64, **more: A
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and a store of it."""
-    folder = tmp_path_factory.mktemp("quantised")
+    folder = tmp_path_factory.mktemp("quantized")
     saved(text_model(**SIZES), folder / "model")
     (folder / "corpus.txt").write_text("".join(f"Thing {n} has the colour {n * n}.\n" for n in range(20)))
     prefilled(folder)
@@ -112,7 +112,7 @@ def test_few_rows_are_multiplied_as_many_are(tmp_path: Path, family: str, weight
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_store_says_which_weights_prefilled_it(folder: Path, tmp_path: Path, weights: str) -> None:
-    """Its keys are the quantised model's; asked as it is, it equals that model's own generation."""
+    """Its keys are the quantized model's; asked as it is, it equals that model's own generation."""
     store = tmp_path / "small.kv"
     prefilled(folder, store, weights=weights)
     manifest = KVStore.open(store).manifest

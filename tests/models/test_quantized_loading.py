@@ -223,7 +223,7 @@ def test_a_format_that_is_not_served_is_refused_by_name(tmp_path: Path, method: 
 
 
 @pytest.mark.parametrize("stated", [7, "fp8", [], ["fp8"]])
-def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path, stated: Any) -> None:
+def test_a_quantization_that_is_no_object_is_refused(tmp_path: Path, stated: Any) -> None:
     few_bits.state(few_bits.plain(tmp_path / "model"), stated)
     with pytest.raises(ModelError):
         load(str(tmp_path / "model"), "cpu")
@@ -247,7 +247,7 @@ def test_fp8_that_is_not_of_whole_blocks_is_refused(made: Made, tmp_path: Path) 
         load(str(folder), "cpu")
 
 
-def test_a_quantised_model_in_memory_has_a_fingerprint(made: Made) -> None:
+def test_a_quantized_model_in_memory_has_a_fingerprint(made: Made) -> None:
     pytest.importorskip("torchao")
     from transformers import AutoModelForCausalLM
 

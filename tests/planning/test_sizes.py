@@ -8,7 +8,7 @@ import pytest
 from offload_decode.common.rows.encodings import INT8, row_dtype
 from offload_decode.indexes import registry
 from offload_decode.models.block_layers import BlockLinear, quantize
-from offload_decode.models.quantization import quantise
+from offload_decode.models.quantization import quantize_on_gpu
 from offload_decode.models.size_estimate import outline, outline_of
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import traffic
@@ -61,7 +61,9 @@ def test_the_latents_of_deepseek_v3():
     model = replace(llama_8b(), shape=shape)
     request = Workload(10**6, selector="quest", budget="1024", dense_layers="")
     assert traffic(model, request, on_gpu=True).bus == 61 * 1024 * 576 * 2
-    assert sizes.tail_bytes(shape, 1000, "bfloat16") < sizes.tail_bytes(heads, 1000, "bfloat16") / 80
+    assert (
+        sizes.generated_bytes(shape, 1000, "bfloat16") < sizes.generated_bytes(heads, 1000, "bfloat16") / 80
+    )
 
 
 @pytest.mark.parametrize("kv", KV)
@@ -152,12 +154,12 @@ def test_parameters_are_counted_without_weights(family):
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_quantised_weights_are_as_large_as_the_librarys(weights):
+def test_quantized_weights_are_as_large_as_the_librarys(weights):
     pytest.importorskip("bitsandbytes")
     from offload_decode.models.loading import load
 
     held, model = 0, load("demo", "cpu").model
-    for weight in quantise(model, weights, model.device).parameters():
+    for weight in quantize_on_gpu(model, weights, model.device).parameters():
         held += weight.nbytes
         if (state := getattr(weight, "quant_state", None)) is not None:
             held += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)

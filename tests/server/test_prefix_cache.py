@@ -150,7 +150,9 @@ def test_a_fork_shares_until_it_appends(opened):
     prefix_cache = PrefixCache(1 << 30)
     prefix_cache.keep(KEY, ran(opened(), [10, 11, 12])[0])
     one, two = prefix_cache.take(KEY, [10, 11, 99]), prefix_cache.take(KEY, [10, 11, 98])
-    held = {conversation.cache.tails[0].tail.view()[0].data_ptr() for conversation in (one, two)}
+    held = {
+        conversation.cache.generated_layers[0].generated.view()[0].data_ptr() for conversation in (one, two)
+    }
     assert len(held) == 1
     alone = ran(opened(), [10, 11, 99])[1]
     torch.testing.assert_close(one.extend([99]), alone, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""Weights in GGUF's quantised blocks: how codes, scales and minima lie in each format, and unpacking them.
+"""Weights in GGUF's quantized blocks: how codes, scales and minima lie in each format, and unpacking them.
 
 A row of K weights is K / W blocks of W weights. Every format is read here 32 weights at a time, as codes of
 one byte, one scale for each 16 or 32 of them, and mostly a minimum for each scale: a weight is scale · code +

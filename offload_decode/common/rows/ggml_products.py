@@ -1,4 +1,4 @@
-"""Products of float activations with weights in GGUF's quantised blocks, read where they lie.
+"""Products of float activations with weights in GGUF's quantized blocks, read where they lie.
 
 Activations are rounded to signed bytes, one float32 scale for each 32 of them (their largest magnitude by
 127, as ggml's own Q8_0), so that products of codes are whole numbers, and their sums the same on every
