@@ -212,6 +212,9 @@ class ApproximateIndex(VectorIndex):
             hits.ids[unfilled], hits.scores[unfilled] = exact.ids, exact.scores
         return hits
 
+    def scans(self, k: int) -> bool:
+        return self.recall is not None and self.recall.full_scan
+
     def search_at(self, queries: Float32, k: int, value: float) -> Hits:
         """One search at a parameter value of the caller's choice, 1 <= k <= N; it may leave places empty."""
         if value >= self.scan_from:

@@ -106,6 +106,10 @@ class VectorIndex(ABC):
     def __len__(self) -> int:
         return len(self.keys)
 
+    def scans(self, k: int) -> bool:
+        """Whether a search for `k` keys reads every key, as far as is known before."""
+        return self.exhaustive
+
     @classmethod
     @abstractmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:

@@ -55,7 +55,7 @@ def decide(prefix: StoredPrefix, shape: ModelShape, wanted: bool) -> None:
     as_usual = selector.options.index == selector.options.tail == "auto"
     if asked == "no" or (asked == "auto" and not (wanted and as_usual)):
         return
-    index = selector.indexes.kind
+    index, selector.fastest = selector.indexes.kind, True
     if host.length < _LEAST:
         selector.largest_k = 0
     else:

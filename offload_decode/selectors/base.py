@@ -70,8 +70,8 @@ class Selector(ABC):
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
         """At most `k ≤ N` tokens for each row, best first: a smaller budget takes a prefix of them."""
 
-    def takes_all(self, k: int) -> bool:
-        """Whether to attend to everything, because that is faster than to choose k tokens."""
+    def takes_all(self, layer: int, k: int) -> bool:
+        """Whether to attend to everything in a layer, because that is faster than to choose k tokens."""
         return False
 
     @property

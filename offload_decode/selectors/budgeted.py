@@ -198,7 +198,7 @@ class Budgeted:
             return self._mass.select(
                 layer, queries, budget, lambda k: self.selector.choose(layer, queries, k)
             )
-        if self.selector.takes_all(budget.largest):
+        if self.selector.takes_all(layer, budget.largest):
             return EVERYTHING
         chosen = self.selector.choose(layer, queries, budget.largest)
         return _for_each_head(chosen, budget, self.selector.host.length) if budget.uneven else chosen

@@ -63,7 +63,7 @@ class OnePass:
         """
         selector: Any = self.chosen.selector
         budget = selector.budgets[layer]
-        if budget is None or budget.by_mass or budget.uneven or selector.takes_all(budget.largest):
+        if budget is None or budget.by_mass or budget.uneven or selector.takes_all(layer, budget.largest):
             return None
         heads, rows, _ = queries.vectors.shape
         vectors = queries.vectors.contiguous().numpy()

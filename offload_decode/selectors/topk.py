@@ -68,22 +68,26 @@ class TopK(Selector):
     def prepare(self) -> None:
         self.indexes = HeadIndexes(self.host.store, self.options.index)
         self.largest_k = self.host.length  # that is searched for
+        self.fastest = False  # whether to attend to everything where that is faster
         if self.options.crossover not in CROSSOVER:
             raise ConfigError(
                 f"crossover '{self.options.crossover}' is unknown: choose {', '.join(CROSSOVER)}"
             )
 
-    def takes_all(self, k: int) -> bool:
-        return k > self.largest_k
+    def takes_all(self, layer: int, k: int) -> bool:
+        """Also where a search reads every key: to read the values with them takes no longer, and is exact."""
+        return k > self.largest_k or (self.fastest and self.indexes.scans(layer, k))
 
     @property
     def searched(self) -> tuple[object, ...]:
-        return self.indexes.kind, self.largest_k
+        return self.indexes.kind, self.largest_k, self.fastest
 
     def report(self) -> dict[str, object]:
-        asked = [own.largest for own in self.budgets.values() if own is not None and not own.by_mass]
-        dense = {"attends": "to everything, which is faster here"} if any(map(self.takes_all, asked)) else {}
-        return {"index": self.indexes.describe(), **dense}
+        asked = [(layer, own.largest) for layer, own in self.budgets.items() if own and not own.by_mass]
+        dense = sum(self.takes_all(*each) for each in asked)
+        where = "" if dense == len(asked) else f" in {dense} of {len(asked)} layers"
+        told = {"attends": f"to everything{where}, which is faster there"} if dense else {}
+        return {"index": self.indexes.describe(), **told}
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The index's k best; with their scores where the index knows them exactly."""
@@ -103,6 +107,7 @@ class HeadIndexes:
         self.store = store
         self._loaded: dict[tuple[int, int], VectorIndex] = {}
         self._layers: dict[int, list[VectorIndex]] = {}  # those of which all heads are loaded
+        self._scans: dict[tuple[int, int], bool] = {}
         self._may_fall_back = kind == AUTO
         self.kind = DEFAULT if kind == AUTO else kind
         self._class = class_of(store, self.kind)
@@ -146,6 +151,13 @@ class HeadIndexes:
         """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
         own = self.layer(layer, len(queries))  # which may change the kind
         return self._class.search_heads(own, queries, k)
+
+    def scans(self, layer: int, k: int) -> bool:
+        """Whether an index of this layer was tuned to read every key, or does for so many."""
+        if (layer, k) not in self._scans:
+            heads = self.layer(layer, self.store.manifest.shape.kv_heads)
+            self._scans[layer, k] = any(one.scans(k) for one in heads if not one.exhaustive)
+        return self._scans[layer, k]
 
     @property
     def exact_scores(self) -> bool:

@@ -73,6 +73,25 @@ def test_everything_is_attended_to_where_that_is_faster(store, loaded, found, at
         assert ("attends" in engine.prefix.selector.report()) == (selected == N)
 
 
+def test_a_layer_whose_search_reads_every_key_is_attended_to(store, loaded, monkeypatch):
+    """Where the fastest way is asked for, and in that layer alone."""
+    monkeypatch.setattr(crossover, "measure", lambda *_: replace(SLOWER, dense_s=1.0))
+    selector = asked(store, loaded, crossover="yes").prefix.selector
+    layers = loaded.shape.full_layers
+    scanned = selector.indexes.layer(layers[0], loaded.shape.kv_heads)[0]
+    monkeypatch.setattr(scanned, "scans", lambda k: True)
+    for index in [one for layer in layers for one in selector.indexes.layer(layer, loaded.shape.kv_heads)]:
+        if index is not scanned:
+            monkeypatch.setattr(index, "scans", lambda k: False)
+    assert [selector.takes_all(layer, BUDGET) for layer in layers] == [True] + [False] * (len(layers) - 1)
+    assert (
+        selector.report()["attends"] == f"to everything in 1 of {len(layers)} layers, which is faster there"
+    )
+    plain = asked(store, loaded, crossover="no").prefix.selector
+    monkeypatch.setattr(plain.indexes.layer(layers[0], loaded.shape.kv_heads)[0], "scans", lambda k: True)
+    assert not plain.takes_all(layers[0], BUDGET)
+
+
 def test_it_is_measured_once_and_kept(store, loaded, monkeypatch):
     counted = []
     measure = crossover.measure
@@ -95,5 +114,5 @@ def test_a_damaged_measurement_is_made_anew(store, loaded, monkeypatch):
 
 def test_a_few_tokens_are_attended_to_at_once(loaded, tmp_path):
     engine = asked(token_store(tmp_path / "store", loaded, random_ids(100)), loaded, crossover="yes")
-    assert engine.prefix.selector.takes_all(BUDGET)
+    assert engine.prefix.selector.takes_all(0, BUDGET)
     assert not torch.isnan(engine.ask("Who?")).any()
