@@ -76,12 +76,11 @@ def _layer_rows(part: Tensor) -> LayerRows | None:
     batch, heads, length, dim = part.shape
     # Not one that is traced, or of a device.
     plain = type(part) is Tensor and part.device.type == "cpu" and part.dtype in _LAYOUTS
-    if not plain or not length or part.stride(3) != 1 or (length > 1 and part.stride(2) != dim):
+    sequence, head, token, channel = part.stride()
+    if not plain or not length or channel != 1 or (length > 1 and token != dim):
         return None
     first, size = part.data_ptr(), part.itemsize
-    steps = [
-        first + size * (b * part.stride(0) + h * part.stride(1)) for b in range(batch) for h in range(heads)
-    ]
+    steps = [first + size * (b * sequence + h * head) for b in range(batch) for h in range(heads)]
     return LayerRows(np.array(steps, np.int64), length, size * dim, _LAYOUTS[part.dtype])
 
 

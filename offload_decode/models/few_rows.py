@@ -8,6 +8,7 @@ Longer passes, and layers of another form, run as transformers has them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,14 @@ def _after(
     _add_products(team, summed, active, tables[2], after_norms[1], eps, out)
 
 
+@lru_cache(4)
+def _rotation(cos: Tensor, sin: Tensor, shape: torch.Size) -> tuple[Float32, Float32]:
+    """`[M, D]` each. Layers of a pass are given the same tensors, or two kinds of layers two pairs."""
+    wide = (own.expand(*shape, -1).reshape(shape.numel(), -1).float() for own in (cos, sin))
+    cosine, sine = (own.contiguous().numpy() for own in wide)
+    return cosine, sine
+
+
 @dataclass(frozen=True)
 class FewRows:
     """A decoder layer's `forward`, compiled for passes of up to `FEW_ROWS` rows."""
@@ -206,7 +215,7 @@ class FewRows:
             return type(self.layer).forward(self.layer, hidden_states, *given, **named)
         shape, dtype = hidden_states.shape[:2], hidden_states.dtype
         x = hidden_states.reshape(count, -1).float().contiguous().numpy()
-        cos, sin = (own.expand(*shape, -1).reshape(count, -1).float().contiguous().numpy() for own in turned)
+        cos, sin = _rotation(*turned, shape)
         dim, team = attention.head_dim, cells()
         out = tuple(np.empty((count, rows // dim, dim), np.float32) for rows in self.matrices[0].rows)
         _before(

@@ -4,8 +4,8 @@ estimate of the rest, which are else three calls with a dozen small operations b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from offload_decode.attention.host_dense import merge_row
 from offload_decode.attention.host_tokens import ENTRIES, SPARSE, Logits, Named, State, attend_task
 from offload_decode.attention.queries import Queries
 from offload_decode.common.rows.team import cells, closure, fork, now
+from offload_decode.indexes.base import VectorIndex
 from offload_decode.indexes.clusters.estimate import Given, estimate_task
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.indexes.clusters.search import UNPREDICTED, Best, search_task
@@ -37,6 +38,17 @@ class Attended:
     searching: float
 
 
+class _Ready(NamedTuple):
+    """What a layer's calls of so many rows and keys have in common: the indexes it is `of`, what searches
+    them (None where they are not all searched at once), whether the rest is estimated, keys and values.
+    """
+
+    of: list[VectorIndex]
+    search: tuple[Any, int] | None
+    estimates: bool
+    rows: tuple[Any, Any]
+
+
 @dataclass(frozen=True)
 class OnePass:
     """Of one prefix; `attend` gives what the selector, the host and the estimate give one after the other."""
@@ -44,6 +56,7 @@ class OnePass:
     host: HostKV
     chosen: Budgeted
     tail: ClusterEstimate | None
+    _ready: dict[tuple[int, int, int], _Ready] = field(default_factory=dict)
 
     @classmethod
     def of(cls, host: HostKV, chosen: Budgeted, tail: Tail | None) -> OnePass | None:
@@ -67,14 +80,14 @@ class OnePass:
             return None
         heads, rows, _ = queries.vectors.shape
         vectors = queries.vectors.contiguous().numpy()
+        k = budget.largest
         found = selector.indexes.layer(layer, heads)
-        if not all(type(head) is ClusteredIndex for head in found) or not np.isfinite(vectors).all():
+        ready = self._ready.get((layer, rows, k))
+        if ready is None or ready.of is not found:  # or another kind has taken the place of a damaged index
+            ready = self._ready[layer, rows, k] = self._prepared(layer, found, rows, k)
+        if ready.search is None or not np.isfinite(vectors).all():
             return None
-        keys, values, k = self.host.layer_keys(layer), self.host.layer_values(layer), budget.largest
-        ready = ClusteredIndex.at_once(found, rows, k)
-        estimates = self.tail is not None and self.tail.clusters(layer) is not None
-        if ready is None or (estimates and not all(head.means_of(values[0].dim) for head in found)):
-            return None
+        values = self.host.layer_values(layer)
         shape = 1, heads, rows
         best = Best(
             np.full((*shape, k), -1, np.int64), np.empty((*shape, k), np.float32), np.zeros(shape, np.int64)
@@ -83,9 +96,9 @@ class OnePass:
         read, wrong = np.zeros((heads, rows), np.int64), np.zeros(1, np.int64)
         spent = np.zeros((heads * rows, 2), np.int64)
         logits = Logits.of(queries.scaling, queries.softcap)
-        how = (*ready, vectors, k, keys.compiled, values.compiled, logits, (ENTRIES, SPARSE))
-        given = (how, UNPREDICTED, best, states, estimates, read, wrong, spent)
-        _attend_layer(cells(), heads * -(-rows // ready[1]), given)
+        how = (*ready.search, vectors, k, *ready.rows, logits, (ENTRIES, SPARSE))
+        given = (how, UNPREDICTED, best, states, ready.estimates, read, wrong, spent)
+        _attend_layer(cells(), heads * -(-rows // ready.search[1]), given)
         state = states[0]
         if (best.seen < k).any() or (read < 0).any() or wrong[0] or not np.isfinite(state.lse).all():
             return None
@@ -96,6 +109,18 @@ class OnePass:
             int(read.sum()) * values[0].row_bytes,
             searching / max(1, searching + rest),
         )
+
+    def _prepared(self, layer: int, found: list[VectorIndex], rows: int, k: int) -> _Ready:
+        values = self.host.layer_values(layer)
+        parts = self.host.layer_keys(layer).compiled, values.compiled
+        clustered = [head for head in found if type(head) is ClusteredIndex]
+        if len(clustered) < len(found):
+            return _Ready(found, None, False, parts)
+        search = ClusteredIndex.at_once(clustered, rows, k)
+        estimates = self.tail is not None and self.tail.clusters(layer) is not None
+        if estimates and not all(head.means_of(values[0].dim) for head in clustered):
+            search = None
+        return _Ready(found, search, estimates, parts)
 
 
 @njit(nogil=True, cache=True)
