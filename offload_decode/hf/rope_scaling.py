@@ -30,8 +30,8 @@ def parse_rope(rope: str) -> tuple[str, float]:
 
 
 def scale_rope(config: Any, rope: str) -> None:
-    """Let the text config scale its RoPE; of layers with windows, which see no farther, it stays. Raises
-    `ConfigError` where `rope` is none, or the model has no RoPE, or scales it already.
+    """Let the text config scale its RoPE; layers with windows that rotate in a way of their own stay as they
+    are. Raises `ConfigError` where `rope` is none, or the model has no RoPE, or scales it already.
     """
     kind, factor = parse_rope(rope)
     own = scalable(config)
