@@ -210,9 +210,9 @@ def _convert(path: Path, folder: Path) -> None:
     names = _names(header, text)
     if architecture in ARCHITECTURES:
         _check_all(path, header, names)
-        _state_scaling(config, header.fields, architecture)
-        if _FREQUENCIES in header.tensors:
-            _state_frequencies(config, path, header.tensors[_FREQUENCIES])
+    _state_scaling(config, header.fields, architecture)
+    if _FREQUENCIES in header.tensors:
+        _state_frequencies(config, path, header.tensors[_FREQUENCIES])
     config.to_json_file(folder / _CONFIG)
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     arguments = {name: getattr(tokenizer, name) for name in _SIDES if hasattr(tokenizer, name)}

@@ -91,11 +91,17 @@ class _File:
 
     def whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights that are not in blocks, or are no matrices."""
-        return {
-            name: self._widened(name, tensor).to(dtype)
+        own = {
+            name: tensor
             for name, tensor in self.tensors.items()
             if tensor.kind not in FORMATS or len(tensor.shape) != 2
         }
+        numbers = sum(math.prod(tensor.shape) for tensor in own.values())
+        work, found = SlowWork("reading the weights", numbers * dtype.itemsize), {}
+        for name, tensor in own.items():
+            found[name] = self._widened(name, tensor).to(dtype)
+            work.add(found[name].nbytes)
+        return found
 
     def unpacked(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All weights."""
