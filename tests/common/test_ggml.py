@@ -74,10 +74,11 @@ def multiply(x, blocks, kind):
     return Matrices([(blocks, kind)]).multiply(x)[0]
 
 
+OFTEN = (6, 8, 14)  # in every form of products: of one part a block, of eight bits, and the largest of fewer
 FORMS = [pytest.param((kind, ""), id=form.name) for kind, form in FORMATS.items()] + [
-    pytest.param((kind, form), id=f"{FORMATS[kind].name}-{form}")
+    pytest.param((kind, form), id=f"{own.name}-{form}", marks=() if kind in OFTEN else pytest.mark.slow)
     for form in ggml_products.forms()[1:]
-    for kind in (8, 14)  # codes of eight bits, and the largest of fewer
+    for kind, own in FORMATS.items()
 ]
 
 
@@ -100,6 +101,19 @@ def test_products_are_those_of_the_rounded_activations(kind):
         assert found.shape == (count, OF_512)
         assert (np.abs(found - rounded @ weights) <= 1e-6 * (np.abs(rounded) @ np.abs(weights))).all()
         assert np.linalg.norm(found - x @ weights) < 0.01 * np.linalg.norm(x @ weights)
+
+
+@pytest.mark.parametrize("width", [32, 96, 160, 224])
+def test_rows_of_an_odd_number_of_parts(kind, width):
+    """Parts are multiplied in pairs, and blocks of one part four at a time: the last ones stand alone."""
+    if FORMATS[kind].weights > 32:
+        pytest.skip("a block holds eight parts")
+    blocks = random_blocks(kind, width=width, scales=1)
+    for count in (1, 5):
+        x = np.random.default_rng(2).integers(-127, 128, (count, width)).astype(np.float32)
+        x[:, ::32] = -127  # so that the scale of every part is 1
+        expected = x @ unpacked(blocks, kind).T.astype(np.float64)
+        np.testing.assert_array_equal(multiply(x, blocks, kind), expected)
 
 
 def test_whole_numbers_are_multiplied_exactly(kind):
