@@ -59,7 +59,7 @@ def ivf(layer: Layer) -> Maker:
 
 
 def dense(layer: Layer, dtype: torch.dtype, fused: bool) -> Maker:
-    """Torch's dense attention to everything: its fused kernel with the group's heads as query rows of their
+    """Torch's dense attention to everything: its fused kernel with the group's heads as queries of their
     KV head, so that each key is read once; or two matrix products and a softmax, grouped in the same way.
     """
     keys, values = _tensors(layer, dtype)

@@ -117,7 +117,7 @@ def dense_times(
     """
     kv_heads, group, dim = query.shape
     shared = keys[None], values[None]
-    # The group's heads as query rows of their KV head read each key once, as grouped heads would.
+    # The group's heads as queries of their KV head read each key once, as grouped heads would.
     forms = {"group as rows": (query[None], shared)}
     if group > 1:
         heads = query.reshape(1, kv_heads * group, 1, dim)

@@ -167,7 +167,7 @@ class AttentionState(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """The stored tokens that each query row of one layer attends to.
+    """The stored tokens that each query of one layer attends to.
 
     `ids [Hkv, R, k]` int64, unique in a row, padded with -1; None selects every token. `scores [Hkv, R, k]`
     float32 are the exact inner products q·k (not yet scaled, -inf in the padding), where the selector knows
@@ -181,7 +181,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class PageSelection:
-    """The pages of stored tokens that each query row of one layer attends to.
+    """The pages of stored tokens that each query of one layer attends to.
 
     `pages [Hkv, Q, K]` int64, best first, unique in a list, padded with -1. `shared` rows, a token's whole
     GQA group or one, have a list in common: rows are `[batch, group, tokens]`, lists `[batch, tokens]` or as

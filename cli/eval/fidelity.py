@@ -37,7 +37,7 @@ def fidelity(
         ),
     ] = None,
     budgets: Annotated[
-        str, option("K,…", "Stored tokens for each query row: counts, or shares of the store like 2%.")
+        str, option("K,…", "Stored tokens for each query: counts, or shares of the store like 2%.")
     ] = "64,256,1024",
     option: Annotated[
         list[str] | None, key_values("An option for all selectors, such as dense_layers=0,1")

@@ -51,7 +51,7 @@ def perplexity(
         bool,
         option(
             None,
-            "Foretell the whole text, chunk by chunk, each behind a store of all that stands before it.",
+            "Predict the whole text, chunk by chunk, each behind a store of what stands before it.",
             "--sliding",
         ),
     ] = False,

@@ -65,7 +65,7 @@ def _text(results: Results) -> str:
         own = [one for one in asked if (one.asked.task, one.asked.length) == (task, length)]
         tasks.append([task, f"{length:,}", *_cells(sparse), *_needed(own)])
     layers = [["layer", *heading], *([str(layer), *_cells(own)] for layer, own in by_layer.items())]
-    parts = [output.table(tasks), "", output.table(layers), "", output.table(_foretold(predictions(asked)))]
+    parts = [output.table(tasks), "", output.table(layers), "", output.table(_predicted(predictions(asked)))]
     return "\n".join([*parts, *left_out(asked)])
 
 
@@ -81,7 +81,7 @@ def _needed(asked: Sequence[Question]) -> list[str]:
     return [shown, f"{len(known)}/{len(asked)}", f"{fmean(one.dense for one in asked):.0%}"]
 
 
-def _foretold(found: Sequence[Prediction]) -> list[list[str]]:
+def _predicted(found: Sequence[Prediction]) -> list[list[str]]:
     rows = [["predicts the tokens needed", "over", "rank correlation", "interval", "Pearson (logs)"]]
     for line in found:
         interval = "-" if line.rank.low is None else f"{line.rank.low:+.2f} to {line.rank.high:+.2f}"

@@ -1,7 +1,7 @@
 """How close what a selector chose and attended comes to exact attention, row by row and in sum.
 
 The reference is `Exact`: plain torch in float32, without index, selector or fast kernel. `Hkv` KV heads, `R`
-query rows of each, `N` stored tokens, `D` channels of keys, `Dv` of values.
+queries of each, `N` stored tokens, `D` channels of keys, `Dv` of values.
 """
 
 from collections.abc import Collection, Mapping
@@ -125,7 +125,7 @@ def _relative(difference: Tensor, dense: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and percentiles over query rows."""
+    """Mean and percentiles over queries."""
 
     mean: float
     p50: float
@@ -167,7 +167,7 @@ class HeadFidelity(Closeness):
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity(Closeness):
-    """Over `rows` query rows of all searched layers and query heads; `worst` has the largest mean error."""
+    """Over `rows` queries of all searched layers and query heads; `worst` has the largest mean error."""
 
     rows: int
     worst: HeadFidelity

@@ -91,7 +91,7 @@ class FidelityPlan:
 class Entry:
     """One contender at one budget.
 
-    `attended` stored tokens a query row of a searched layer and `bytes_moved` to the device a token, over all
+    `attended` stored tokens a query of a searched layer and `bytes_moved` to the device a token, over all
     layers: both measured on the live decode steps. `stored` is None where the store keeps too few queries.
     """
 

@@ -34,7 +34,7 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Forced:
-    """`nll [M]`, float64, in nats; `attended`: stored tokens a query row of a searched layer; `tail_share`:
+    """`nll [M]`, float64, in nats; `attended`: stored tokens a query of a searched layer; `tail_share`:
     the mean share of the attention in the searched layers that goes to the M tokens themselves, where it was
     asked for.
     """

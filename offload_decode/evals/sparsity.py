@@ -37,7 +37,7 @@ _NUMBERS = 1 << 22  # logits that are in memory at once, or those of one row
 
 
 def concentration(host: HostKV, layer: int, queries: Queries) -> tuple[Tensor, Tensor]:
-    """Of one layer's query rows `[Hkv, R]`: the entropy in nats, float64, and `[shares, Hkv, R]`, int64, the
+    """Of one layer's queries `[Hkv, R]`: the entropy in nats, float64, and `[shares, Hkv, R]`, int64, the
     fewest tokens that hold each of `SHARES`; both on the CPU.
 
     Exact for float32 logits: they are computed key by key from the store, a few rows at a time, and sorted.

@@ -28,7 +28,7 @@ class Request:
 
     @classmethod
     def of(cls, rows: int, selection: Selection | PageSelection) -> Request:
-        """The request of `rows` query rows for a selection."""
+        """The request of `rows` queries for a selection."""
         if isinstance(selection, PageSelection):
             return cls("pages", _round(rows), _round(selection.pages.shape[2]), False)
         if selection.ids is None:

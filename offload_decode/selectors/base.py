@@ -21,7 +21,7 @@ StateT = TypeVar("StateT")
 class SelectorOptions:
     """Options that every selector has; see `offload_decode.selectors.budgets.Budget`.
 
-    `budget`: tokens for each query row of a layer: `1024`, `2%`, `mass=0.99`; `,` between layers, `/` between
+    `budget`: tokens for each query of a layer: `1024`, `2%`, `mass=0.99`; `,` between layers, `/` between
     KV heads. `schedule`: `uniform` or `linear`. `dense_layers`: `0,1` or `first:2`.
     `tail`: an estimate of the tokens that are not selected: `off`, `clusters`, `auto` (clusters, where they
     are built), or `sample` with the number of tokens drawn, as in `sample:512`.

@@ -24,7 +24,7 @@ def pass_tokens(limit: int, batch: int = 1) -> int:
 
 
 class HeadBudget(NamedTuple):
-    """For each query row of a KV head: at most so many `tokens`, and no more than hold the share `mass` of
+    """For each query of a KV head: at most so many `tokens`, and no more than hold the share `mass` of
     its attention to the stored tokens (`offload_decode.selectors.budgeted`).
     """
 

@@ -10,7 +10,7 @@ from offload_decode.evals.sparsity import LayerAttention, Question, left_out
 from offload_decode.models import loading
 from tests.cli.conftest import TEXT, done, json_of, refused, run
 
-FORETELL = ("--lengths", "100", "--places", "1", "--chunk", "40", "--budgets", "8", "--windows", "20")
+SMALL = ("--lengths", "100", "--places", "1", "--chunk", "40", "--budgets", "8", "--windows", "20")
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_perplexity_prints_a_line_for_each_way(home, text, out):
-    asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--out", out)
+    asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *SMALL, "--out", out)
     ran = done(*asked)
     heading, *lines = ran.out.splitlines()
     assert heading.split()[:5] == ["way", "stored", "NLL", "perplexity", "more"]
@@ -42,7 +42,7 @@ def test_perplexity_prints_a_line_for_each_way(home, text, out):
 
 
 def test_sliding_shows_every_position(home, text, out):
-    asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--sliding")
+    asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *SMALL, "--sliding")
     ran = done(*asked, "--out", out, "-q")
     positions = [line.split()[:3] for line in ran.out.splitlines()[-3:]]
     assert positions == [["1", "to", "40"], ["41", "to", "80"], ["81", "to", "99"]]

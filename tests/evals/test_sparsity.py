@@ -42,7 +42,7 @@ PLAN = AnswerPlan(
 
 
 def constructed(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one query row whose logits to the keys are these, by way of keys in a store."""
+    """Of one query whose logits to the keys are these, by way of keys in a store."""
     keys = np.zeros((len(logits), 2), np.float32)
     keys[:, 0] = logits.numpy()
     shape = ModelShape.uniform((LayerKind.FULL,), 1, 1, 2)
