@@ -331,9 +331,7 @@ class IndexContract:
 
     @pytest.mark.parametrize("dtype", ["float16", "float32", encodings.INT8])
     @pytest.mark.parametrize("dim", [32, 64])
-    def test_the_bytes_that_it_states_are_those_of_one_that_was_built(
-        self, dim: int, dtype: str, tmp_path: Path
-    ) -> None:
+    def test_stated_bytes_equal_those_of_a_built_index(self, dim: int, dtype: str, tmp_path: Path) -> None:
         # Within a tenth: how many levels of a graph a key is on, and where cells end, is drawn or found.
         drawn = np.random.default_rng(0).standard_normal((4000, dim)).astype(np.float32)
         keys = encodings.encode(drawn, dtype) if dtype == encodings.INT8 else drawn.astype(dtype)
@@ -345,7 +343,7 @@ class IndexContract:
         assert stated.file == pytest.approx(file, rel=0.1)
         assert (stated.memory or stated.file) == pytest.approx(built.nbytes, rel=0.1)
 
-    def test_what_is_read_grows_with_the_keys_and_the_queries_and_never_beyond_all(self) -> None:
+    def test_stated_reads_grow_with_keys_and_queries_up_to_all_keys(self) -> None:
         def read(n: int, rows: int = 1, k: int = 64) -> int:
             return self.cls.costs(n, 64, np.dtype(np.float16), k, rows).read
 

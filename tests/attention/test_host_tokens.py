@@ -101,7 +101,7 @@ def test_queries_that_share_tokens_read_them_once(monkeypatch):
         assert read == stores * 2 * 20 * 16
 
 
-def test_scores_that_are_known_are_believed_and_keys_left_alone():
+def test_known_scores_are_used_without_reading_keys():
     keys, values = (HeadRows([Rows(np.full((9, 4), value, np.float32))]) for value in (np.nan, 2.0))
     ids, scores = torch.tensor([[[3, 5, -1]]]), torch.tensor([[[0.0, 1.0, -torch.inf]]])
     state, _ = attend_tokens(Queries(torch.ones(1, 1, 4), 1.0), keys, values, ids, scores)

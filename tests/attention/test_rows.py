@@ -117,7 +117,7 @@ def test_no_head_is_ever_decoded_whole(tmp_path, monkeypatch, kv, selector, opti
 
 @pytest.mark.parametrize("kv", ["int8", "int4-values"])
 @pytest.mark.parametrize("selector", ["dense", "topk", "quest"])
-def test_the_engine_over_a_compressed_store_is_attention_to_what_it_stands_for(tmp_path, kv, selector):
+def test_an_encoded_store_is_attended_to_as_its_decoded_rows(tmp_path, kv, selector):
     """A cache of transformers' own, filled with the decoded rows, is the plain computation."""
     from transformers import DynamicCache
 

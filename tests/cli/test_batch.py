@@ -202,7 +202,7 @@ def test_options_are_checked_before_any_work(store, questions, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
-def test_what_json_has_no_number_for_is_neither_read_nor_written(store, tmp_path, number):
+def test_nan_and_infinity_are_refused_and_not_written(store, tmp_path, number):
     (tmp_path / "q").write_text(f'{{"question": "one", "weight": {number}}}\n')
     told = refused_batch(store, tmp_path / "q", tmp_path / "out")
     assert "line 1 of" in told

@@ -248,7 +248,7 @@ def test_the_stores_that_are_kept_stay_within_their_bound(collection, url):
     assert "let it hold more, with --cache" in told["failed"][0]["error"]
 
 
-def test_a_store_that_is_gone_there_is_its_documents_error(collection, tmp_path, url):
+def test_a_missing_store_is_an_error_of_its_document(collection, tmp_path, url):
     done("push", collection, url)
     far = Collection(tmp_path / "bucket" / "texts")
     shutil.rmtree(far.store(far.entries[1]))

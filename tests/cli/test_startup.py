@@ -72,7 +72,7 @@ def test_ask_skips_slow_imports_and_answers_the_same(store, monkeypatch):
 
 
 @pytest.mark.parametrize("program", [pytest.param(GIVING_WAY, marks=pytest.mark.slow), LATE])
-def test_stand_ins_give_way_to_the_compiler_and_patterns_are_compiled_when_used(program):
+def test_slow_imports_happen_for_the_compiler_and_patterns_at_first_use(program):
     ran = apart(program)
     assert ran.returncode == 0, ran.stderr
 

@@ -79,7 +79,7 @@ def test_what_is_not_selected_is_estimated(asked):
     )
 
 
-def test_an_index_of_an_earlier_version_is_searched_and_says_that_nothing_is_estimated(asked, monkeypatch):
+def test_an_old_index_is_searched_with_a_warning_and_no_estimate(asked, monkeypatch):
     off = logits(opened(asked, tail="off"))
     monkeypatch.setattr(ClusteredIndex, "summarized", False)
     engine = opened(asked)

@@ -101,7 +101,7 @@ def test_one_needle_in_each_text_at_its_depth_and_none_in_the_control(
 @pytest.mark.parametrize(
     ("answer", "means"), [(_look_up, [1, 1, 0]), (lambda engine, question: question, [0, 0, 0])]
 )
-def test_who_reads_the_store_finds_the_needle_and_who_repeats_the_question_nothing(
+def test_needles_score_reading_and_not_repeating_the_question(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, answer: Any, means: list[int]
 ) -> None:
     """Only what was generated is scored, and the control is not found."""

@@ -164,7 +164,7 @@ def test_a_question_needs_the_fewest_tokens_that_do_as_well(results: Results) ->
     assert {(line.over, line.count) for line in both} == {("questions", 8), ("tasks by length", 4)}
 
 
-def test_budgets_that_do_by_chance_do_not_count_and_wrong_dense_answers_tell_nothing(
+def test_smallest_budgets_ignore_lucky_answers_and_wrong_dense_ones(
     results: Results,
 ) -> None:
     def changed(scores: dict[str, float]) -> Results:

@@ -68,7 +68,7 @@ def test_windows_and_lengths_are_shorter_than_the_prefix_of_the_check():
     assert tiny_config_of(transformers.LlamaConfig(rope_parameters=rope)).max_position_embeddings < 69
 
 
-def test_a_tiny_model_has_other_weights_for_another_seed_and_leaves_the_generator_alone():
+def test_seeds_change_a_tiny_models_weights_and_not_the_global_generator():
     tiny = tiny_config_of(config_of("llama"))
     first, again, other = (next(tiny_model_of(tiny, seed).parameters()) for seed in (0, 0, 1))
     assert torch.equal(first, again)

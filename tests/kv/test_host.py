@@ -125,7 +125,7 @@ def test_a_budget_of_nothing_is_the_empty_state(place):
 
 
 @pytest.mark.parametrize("place", ["host", "device", "pinned"])
-def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_known(place, monkeypatch):
+def test_shared_rows_move_once_and_keys_do_not_move_with_known_scores(place, monkeypatch):
     monkeypatch.setattr(threads, "THREADS", 1)  # rows on several threads share nothing
     store, query = made_store(), queries()
     same = torch.arange(10).expand(HKV, R, 10)

@@ -199,7 +199,7 @@ def test_letters_of_special_tokens_change_nothing_around_them(kind, text):
     assert encode_first(tokenizer, runs)[: len(expected) - 1] == expected[:-1]
 
 
-def test_where_tokens_cross_every_seam_the_piece_stands_alone():
+def test_a_piece_is_encoded_alone_where_tokens_cross_every_boundary():
     pair = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["b", "a", ".", "0", "ab", ".b", "0b"])},
                                 merges=[(c, "b") for c in "a.0"]))  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pair)

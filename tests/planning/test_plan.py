@@ -157,7 +157,7 @@ def test_a_prefill_whose_weights_are_too_large_is_given_streamed_ones_or_fewer_b
     assert changes(asked.request, fits.request) == change
 
 
-def test_where_a_chunk_is_chosen_weights_are_streamed_before_it_is_smaller_than_any():
+def test_weights_are_streamed_before_chunks_become_smaller_than_chosen_ones():
     machine = Machine(16 * GIB, 64 * GIB, 500 * GIB, 300 << 20)
     asked = plan(llama_8b(), Workload(1 << 20, chunk_chosen=True), machine)
     assert (asked.request.chunk, asked.prefill_fits) == (512, False)
