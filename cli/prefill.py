@@ -186,10 +186,9 @@ def prefill(
         return
     if as_json:
         output.answer_json(asdict(report))
-    told = [_made(report), checked(model), _next(report)]
-    if report.loading:
-        told[1:1] = [f"before that, the model took {output.duration(report.loading)} to load"]
-    output.note("\n".join(told), quiet)
+    loading = output.duration(report.loading)
+    before = [f"before that, the model took {loading} to load"] if report.loading else []
+    output.note("\n".join([_made(report), *before, checked(model), _next(report)]), quiet)
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:

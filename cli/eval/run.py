@@ -285,8 +285,8 @@ def checked_selector(selector: str, options: Mapping[str, str]) -> SelectorOptio
     from offload_decode.kv.indexes import AUTO
     from offload_decode.selectors.registry import get
 
-    if "index" in options and options["index"] != AUTO:
-        registry.get(options["index"])
+    if (kind := options.get("index", AUTO)) != AUTO:
+        registry.get(kind)
     return parse_options(get(selector).options_type, options, f"selector '{selector}'")
 
 

@@ -127,7 +127,7 @@ class ClusteredIndex(ApproximateIndex):
 
     def _tune(self, sample: Sample, k: int, target: float) -> None:
         super()._tune(sample, k, target)
-        if k < _MANY and self.prunes(_MANY):
+        if k < _MANY and not self.scans(_MANY):
             self.recall_of_many = tune(self, sample, _MANY, target)
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
@@ -142,7 +142,7 @@ class ClusteredIndex(ApproximateIndex):
         """What `search_task` takes to search each head in one part, and how many rows a task has, where an
         estimate may follow; None for rows that share more apart, and where heads are searched in another way.
         """
-        if not rows or not all(head.prunes(k) for head in heads):
+        if not rows or any(head.scans(k) for head in heads):
             return None
         own = _together(heads, np.array([head.deviations_for(k) for head in heads], np.float32))
         together = min(_rows_of_a_task(k), rows_of_a_task(int(own.sizes[:, 3].max())))
@@ -162,7 +162,7 @@ class ClusteredIndex(ApproximateIndex):
             )
         rows = queries.shape[1]
         checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
-        pruned = np.array([head.prunes(check_count(k)) for head in own]) & (rows > 0)
+        pruned = np.array([not head.scans(check_count(k)) for head in own]) & (rows > 0)
         if pruned.all():
             return _searched(own, checked, k)
         hits = Hits(np.empty((len(own), rows, k), np.int64), np.empty((len(own), rows, k), np.float32))
@@ -178,12 +178,8 @@ class ClusteredIndex(ApproximateIndex):
         return hits
 
     def scans(self, k: int) -> bool:
-        return not self.prunes(k)
-
-    def prunes(self, k: int) -> bool:
-        """Whether a search for k keys leaves cells out."""
-        tuned = self.recall is not None and self.recall.value < _EXACT
-        return tuned and k > 0 and _sparse(len(self), k)
+        pruned = self.recall is not None and self.recall.value < _EXACT
+        return not (pruned and k > 0 and _sparse(len(self), k))
 
     def _build_native(self, sample: Sample) -> Any:
         return _Searchable(build(self.keys, self._wanted(0, sample)), self.keys)

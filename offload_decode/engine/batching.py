@@ -41,11 +41,7 @@ def packing_key(conversation: Conversation) -> Hashable | None:
     equivalence check.
     """
     cache, prefix = conversation.cache, conversation.prefix
-    if (
-        cache.recurrent
-        or cache.shown is not None
-        or cache.generated_layers[0].generated.batch not in (None, 1)
-    ):
+    if cache.recurrent or cache.shown is not None or cache.batch not in (None, 1):
         return None
     if (
         prefix.remembers

@@ -269,11 +269,8 @@ class Conversation:
                 "another thread is extending this engine: give each thread its own fork (Engine.fork)"
             )
         try:
-            before, pending, chosen = (
-                self.cache.generated_layers[0].generated.length,
-                self.pending,
-                self.prefix.chosen,
-            )
+            before = self.cache.generated_layers[0].generated.length
+            pending, chosen = self.pending, self.prefix.chosen
             remembered = chosen.fork() if chosen.forks else chosen
             try:
                 yield

@@ -189,9 +189,8 @@ class AttentionDemand(StoredPrefix):
     def __init__(self, like: StoredPrefix):
         super().__init__(like.host, like.chosen, like.tail)
         self.calls: list[tuple[Call, Tensor]] = []
-        self._ends: dict[
-            int, int
-        ] = {}  # of the generated tokens, by layer, when what was taken last had been asked
+        # Of the generated tokens, by layer, when what was taken last had been asked.
+        self._ends: dict[int, int] = {}
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
@@ -207,8 +206,7 @@ class AttentionDemand(StoredPrefix):
 
     def take(self, cache: CorpusCache) -> list[tuple[Call, Tensor]]:
         """The calls since this was last called, in their order, each with the share `[H, T]` (float64, on the
-        CPU) of its attention that goes to the tokens behind the stored ones; `cache` is
-        the conversation's.
+        CPU) of its attention that goes to the tokens behind the stored ones; `cache` is the conversation's.
         """
         generated = {layer.index: layer.generated for layer in cache.generated_layers}
         passes = []

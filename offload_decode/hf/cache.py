@@ -144,7 +144,7 @@ class CorpusCache(RecurrentCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        if (rows := self.generated_layers[0].generated.batch) is not None:
+        if (rows := self.batch) is not None:
             self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
@@ -236,9 +236,8 @@ class CorpusCache(RecurrentCache):
 
     def refuse_rows(self, rows: int) -> NoReturn:
         """Raise `ConfigError`, as a pass of so many sequences cannot follow those that are there."""
-        held = self.generated_layers[0].generated.batch
         raise ConfigError(
-            f"this cache holds {held} sequences, and {rows} came: run as many in every pass, or "
+            f"this cache holds {self.batch} sequences, and {rows} came: run as many in every pass, or "
             "change it with batch_select_indices or batch_repeat_interleave"
         )
 
@@ -263,6 +262,11 @@ class CorpusCache(RecurrentCache):
     def prefix_length(self) -> int:
         """Stored tokens."""
         return int(self.prefix.length)
+
+    @property
+    def batch(self) -> int | None:
+        """Sequences of generated tokens; None before there are any."""
+        return self.generated_layers[0].generated.batch
 
     @property
     def generated_length(self) -> int:

@@ -80,7 +80,7 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: CorpusCache) -> Pas
         )
     if ids is not None:
         check_ids(ids, decoder)
-    if cache.generated_layers[0].generated.batch not in (None, rows):
+    if cache.batch not in (None, rows):
         cache.refuse_rows(rows)
     mask = given.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim not in (2, 4)):

@@ -81,7 +81,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             if own.positions.length != self.rotated_for:
                 raise ConfigError("conversations that are rotated for other lengths do not run in one pass")
             own.take_back()
-            if own.generated_layers[0].generated.batch not in (None, 1):
+            if own.batch not in (None, 1):
                 own.refuse_rows(1)
             if own.positions.most is not None:
                 own.check_room(count, None)

@@ -34,6 +34,10 @@ from offload_decode.models.gguf import Header, StoredTensor, read_header
 LOG = logging.getLogger(__name__)
 KEPT = 16
 """Most files whose headers are kept, of up to 15 MB each; the least recently used go first."""
+_NOT_KEPT = (
+    "What was made of a GGUF file's header cannot be kept in {} ({}), so that every command makes it anew: "
+    "free some space there, or name another folder by XDG_CACHE_HOME."
+)
 _FREQUENCIES = "rope_freqs.weight"
 _LLAMA_3 = {
     "rope_type": "llama3",
@@ -122,15 +126,7 @@ def converted(path: Path) -> Converted:
     name = hashlib.sha256(json.dumps([versions, seen]).encode()).hexdigest()
     if name not in _known or not _whole(_known[name].folder):  # where somebody has cleared the cache
         folder = headers_folder() / name
-        if not _whole(folder):
-            made = tempfile.TemporaryDirectory(prefix="offload-decode-")
-            _convert(path, Path(made.name))
-            if settled(seen) and _kept(Path(made.name), folder):
-                made.cleanup()
-            else:
-                _temporary.append(made)
-                folder = Path(made.name)
-        _known[name] = Converted(folder)
+        _known[name] = Converted(folder if _whole(folder) else _made(path, folder, settled(seen)))
     with suppress(OSError):  # a read-only cache
         os.utime(_known[name].folder)
     return _known[name]
@@ -150,6 +146,17 @@ def headers_folder() -> Path:
     return cache_folder() / "gguf"
 
 
+def _made(path: Path, folder: Path, keep: bool) -> Path:
+    """Where the file is converted now: in `folder`, or in one that goes with this process."""
+    made = tempfile.TemporaryDirectory(prefix="offload-decode-")
+    _convert(path, Path(made.name))
+    if keep and _kept(Path(made.name), folder):
+        made.cleanup()
+        return folder
+    _temporary.append(made)
+    return Path(made.name)
+
+
 def _kept(converted: Path, folder: Path) -> bool:
     """Whether what was converted is now in `folder`; warns where the cache is read-only or full."""
     try:
@@ -165,7 +172,7 @@ def _kept(converted: Path, folder: Path) -> bool:
         _forget(folder.parent)
         return _whole(folder)
     except OSError as error:
-        text = NOT_KEPT.format(folder.parent, error.strerror or error)
+        text = _NOT_KEPT.format(folder.parent, error.strerror or error)
         warnings.warn(OffloadDecodeWarning(text), stacklevel=2)
         return False
 
@@ -179,10 +186,6 @@ def _beside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-NOT_KEPT = (
-    "What was made of a GGUF file's header cannot be kept in {} ({}), so that every command makes it anew: "
-    "free some space there, or name another folder by XDG_CACHE_HOME."
-)
 _temporary: list[tempfile.TemporaryDirectory[str]] = []  # each removed as the process ends
 
 

@@ -91,23 +91,18 @@ class _File:
 
     def whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights that are not in blocks, or are no matrices."""
-        own = {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if tensor.kind not in FORMATS or len(tensor.shape) != 2
-        }
-        numbers = sum(math.prod(tensor.shape) for tensor in own.values())
-        work, found = SlowWork("reading the weights", numbers * dtype.itemsize), {}
-        for name, tensor in own.items():
-            found[name] = self._widened(name, tensor).to(dtype)
-            work.add(found[name].nbytes)
-        return found
+        tensors = self.tensors.items()
+        others = {name: own for name, own in tensors if own.kind not in FORMATS or len(own.shape) != 2}
+        return self._read("reading", others, dtype)
 
     def unpacked(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All weights."""
-        numbers = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
-        work, found = SlowWork("unpacking the weights", numbers * dtype.itemsize), {}
-        for name, tensor in self.tensors.items():
+        return self._read("unpacking", self.tensors, dtype)
+
+    def _read(self, doing: str, tensors: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        work, found = SlowWork(f"{doing} the weights", numbers * dtype.itemsize), {}
+        for name, tensor in tensors.items():
             blocks = self.in_blocks(name, tensor.shape) if len(tensor.shape) == 2 else None
             if blocks is None:
                 found[name] = self._widened(name, tensor).to(dtype)
