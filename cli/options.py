@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.demo_models import QUOTED
-from offload_decode.prefill_jobs.decoding import read_bounded
+from offload_decode.prefill_jobs.documents.files import read_bounded
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Rules

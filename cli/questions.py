@@ -13,7 +13,7 @@ from offload_decode.cli.options import without_surrogates
 from offload_decode.cli.output import json_line
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError
-from offload_decode.prefill_jobs.decoding import read_plain
+from offload_decode.prefill_jobs.documents.files import read_plain
 
 # Fields that an answer adds: a question's own field of that name would be lost.
 _RESERVED = (

@@ -14,8 +14,9 @@ from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
 from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.corpus import TextDocument, nothing_in
-from offload_decode.prefill_jobs.decoding import read_plain, text_of
 from offload_decode.prefill_jobs.destinations import Place
+from offload_decode.prefill_jobs.documents.files import read_plain
+from offload_decode.prefill_jobs.documents.reading import read_document
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped, Walk, check_corpus, clean
 from offload_decode.prefill_jobs.job import Maker, make, prepare, settled
 from offload_decode.store.layout import ROOT
@@ -138,7 +139,7 @@ class _Collecting:
             store, entry = store_name(name, sha256), self.changing.journal.entries.get(name)
             if entry and (entry.store != store or not (self.changing.store(store) / ROOT).exists()):
                 entry = None
-            text = "" if entry and store in self.words else text_of(file, data)
+            text = "" if entry and store in self.words else read_document(file, data).text
             self.seen[name] = store
             if entry is None:
                 entry = self._made(TextDocument(name, text), sha256, number, total)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from offload_decode.common.errors import CorpusError
 from offload_decode.models.prompt import Prompt
-from offload_decode.prefill_jobs.decoding import read_bounded, read_plain, text_of
+from offload_decode.prefill_jobs.documents.files import read_bounded, read_plain
+from offload_decode.prefill_jobs.documents.reading import read_document
 from offload_decode.prefill_jobs.folders import (
     EVERYTHING,
     LEFT_OUT,
@@ -27,10 +28,11 @@ Encoded = tuple[NDArray[np.int32], list[Document]]
 
 
 class TextDocument(NamedTuple):
-    """One document: its path relative to the corpus, with `/`, and its text."""
+    """One document: its path relative to the corpus, with `/`, its text, and `Reading.notes` on it."""
 
     name: str
     text: str
+    notes: tuple[str, ...] = ()
 
 
 def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocument], list[Skipped]]:
@@ -50,7 +52,9 @@ def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocume
     walk = Walk(path, rules)
     for name, file in sorted(walk.files()):
         try:
-            documents.append(TextDocument(clean(name), text_of(name, read_plain(file, rules.follow_links))))
+            documents.append(
+                TextDocument(clean(name), *read_document(name, read_plain(file, rules.follow_links)))
+            )
         except CorpusError as error:
             walk.skip(name, str(error))
         except OSError as error:
@@ -92,7 +96,7 @@ def _with_spans(documents: Sequence[TextDocument], encoded: Iterable[list[int]],
 
 def _read_alone(name: str, shown: str, read: Callable[[], bytes]) -> TextDocument:
     try:
-        return TextDocument(name, text_of(name, read()))
+        return TextDocument(name, *read_document(name, read()))
     except CorpusError as error:
         reason = str(error)
         ways_out = {"no text": "give a corpus with text in it", "MiB": "split it"}

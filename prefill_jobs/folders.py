@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload_decode.collections.collection import is_collection
 from offload_decode.common.errors import ConfigError, CorpusError
-from offload_decode.prefill_jobs.decoding import read_plain
+from offload_decode.prefill_jobs.documents.files import read_plain
 from offload_decode.store.files import SEAL
 from offload_decode.store.staging import LOCK, PROGRESS
 

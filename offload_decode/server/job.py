@@ -258,12 +258,14 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
 
 
 def _texts(folder: Path, job: Job) -> list[tuple[str, str]]:
-    from offload_decode.prefill_jobs.decoding import read_plain, text_of
+    from offload_decode.prefill_jobs.documents.files import read_plain
+    from offload_decode.prefill_jobs.documents.reading import read_document
 
     texts = []
     for number, (name, is_text) in enumerate(job.documents):
         try:
-            texts.append((name, text_of("" if is_text else name, read_plain(str(folder / str(number))))))
+            data = read_plain(str(folder / str(number)))
+            texts.append((name, read_document("" if is_text else name, data).text))
         except CorpusError as error:
             raise CorpusError(f"{name} cannot be read, because {error}: leave it out") from error
     return texts

@@ -12,7 +12,7 @@ from offload_decode import Engine
 from offload_decode.cli.questions import append_answers, read_answered
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.planning import opening
-from offload_decode.prefill_jobs import decoding
+from offload_decode.prefill_jobs.documents import files as document_files
 from tests.cli.conftest import Ran, lines_of, refused, run, write_lines
 
 QUESTIONS: list[dict[str, Any]] = [
@@ -164,7 +164,7 @@ def test_questions_come_from_a_plain_file_alone(store, tmp_path, odd):
 
 
 def test_a_question_without_an_end_is_refused(store, monkeypatch):
-    monkeypatch.setattr(decoding, "LARGEST", 1 << 20)
+    monkeypatch.setattr(document_files, "LARGEST", 1 << 20)
     assert "ask a shorter one" in refused(2, "ask", store, "-", stdin="why? " * (1 << 18))
 
 

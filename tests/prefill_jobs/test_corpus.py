@@ -10,8 +10,8 @@ import pytest
 
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.models.prompt import prompt_for
-from offload_decode.prefill_jobs import decoding
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
+from offload_decode.prefill_jobs.documents import files as document_files
 from offload_decode.prefill_jobs.folders import Rules
 from tests.tiny import tiny_tokenizer
 
@@ -352,7 +352,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         CorpusError, match="sparse cannot be read, because it has more than 256 MiB: split it"
     ):
         read_corpus(str(tmp_path / "sparse"))
-    monkeypatch.setattr(decoding, "LARGEST", 1 << 21)
+    monkeypatch.setattr(document_files, "LARGEST", 1 << 21)
     with open("/dev/zero", "rb") as endless:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
         with pytest.raises(

@@ -7,9 +7,10 @@ import zipfile
 import pytest
 
 from offload_decode.common.errors import CorpusError
-from offload_decode.prefill_jobs import decoding
 from offload_decode.prefill_jobs.corpus import read_corpus
-from offload_decode.prefill_jobs.decoding import text_of
+from offload_decode.prefill_jobs.documents import base
+from offload_decode.prefill_jobs.documents import pdf as pdf_module
+from offload_decode.prefill_jobs.documents.reading import read_document
 
 docx = pytest.importorskip("docx")
 pypdf = pytest.importorskip("pypdf")
@@ -57,15 +58,17 @@ def with_part(name: str, data: bytes) -> bytes:
 
 
 def test_the_pages_of_a_pdf_follow_each_other():
-    assert text_of("a", pdf("The first page", "and the second")) == "The first page\nand the second"
+    assert (
+        read_document("a", pdf("The first page", "and the second")).text == "The first page\nand the second"
+    )
 
 
 def test_a_pdf_that_anyone_may_read_is_read():
-    assert text_of("a.pdf", pdf("hidden", user="")) == "hidden"
+    assert read_document("a.pdf", pdf("hidden", user="")).text == "hidden"
 
 
 def test_paragraphs_and_tables_of_a_word_document_keep_their_order():
-    assert text_of("a.DOCX", word()) == "before\none\ttwo\nwide\nafter"
+    assert read_document("a.DOCX", word()).text == "before\none\ttwo\nwide\nafter"
 
 
 ENTITIES = b"""<?xml version="1.0"?><!DOCTYPE d [<!ENTITY a "aaaaaaaaaa">
@@ -89,12 +92,12 @@ ENTITIES = b"""<?xml version="1.0"?><!DOCTYPE d [<!ENTITY a "aaaaaaaaaa">
 )
 def test_unreadable_documents_give_a_reason(name, data, reason):
     with pytest.raises(CorpusError, match=reason):
-        text_of(name, data)
+        read_document(name, data)
 
 
 def test_entities_are_not_expanded():
     try:
-        text = text_of("a.docx", with_part("word/document.xml", ENTITIES))
+        text = read_document("a.docx", with_part("word/document.xml", ENTITIES)).text
     except CorpusError:
         text = ""
     assert "aaaa" not in text
@@ -103,15 +106,15 @@ def test_entities_are_not_expanded():
 def test_a_document_that_unpacks_to_too_much_is_not_unpacked(monkeypatch):
     bomb = with_part("word/media/zeros", bytes(1 << 20))
     assert len(bomb) < 1 << 17
-    monkeypatch.setattr(decoding, "MAX_SIZE", 1 << 20)
+    monkeypatch.setattr(base, "MAX_SIZE", 1 << 20)
     with pytest.raises(CorpusError, match="unpacks to more than 1 MiB"):
-        text_of("a.docx", bomb)
-    monkeypatch.setattr(decoding, "MAX_SIZE", 10)
+        read_document("a.docx", bomb)
+    monkeypatch.setattr(base, "MAX_SIZE", 10)
     with pytest.raises(CorpusError, match="MiB of text"):
-        text_of("a.pdf", pdf("longer than ten letters"))
-    monkeypatch.setattr(decoding, "MAX_PAGES", 1)
+        read_document("a.pdf", pdf("longer than ten letters"))
+    monkeypatch.setattr(pdf_module, "MAX_PAGES", 1)
     with pytest.raises(CorpusError, match="more than 1 pages"):
-        text_of("a.pdf", pdf("a", "b"))
+        read_document("a.pdf", pdf("a", "b"))
 
 
 @pytest.mark.parametrize(
