@@ -95,7 +95,7 @@ class WrittenPrefix:
     readers wait until they are written.
     """
 
-    remembers = False
+    remembers = by_token = False
     whole_generated = math.inf
 
     def __init__(self, writer: KVStoreWriter, method: Method, output: ChunkWriter, device: torch.device):

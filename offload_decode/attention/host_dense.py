@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from offload_decode.attention.queries import empty_state, joined
+from offload_decode.attention.queries import Queries, empty_state, joined
 from offload_decode.attention.rows import HeadRows, LayerRows, head_bits
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import prefetch_row
@@ -62,7 +62,7 @@ def attend_tensors(
     rows see all keys; None where these are no rows of floats on a host, one behind the other, or where
     gradients are to flow.
     """
-    keys, values = _layer_rows(key), _layer_rows(value)
+    keys, values = _rows_of(key), _rows_of(value)
     flows = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if keys is None or values is None or flows:
         return None
@@ -72,13 +72,28 @@ def attend_tensors(
     return AttentionState(out.reshape(batch, heads, tokens, -1), lse.reshape(batch, heads, tokens))
 
 
-def _layer_rows(part: Tensor) -> LayerRows | None:
-    batch, heads, length, dim = part.shape
+def attend_further(state: AttentionState, queries: Queries, keys: LayerRows, values: LayerRows) -> None:
+    """Merge attention to further tokens into a state `[Hkv, R]`, in place; all queries see all of them."""
+    width = state.out.shape[-1]
+    other = _attend_rows(queries.vectors, keys, values, width, queries.scaling, queries.softcap)
+    _merge(*(part.numpy() for part in (*state, *other)))
+
+
+def _rows_of(part: Tensor) -> LayerRows | None:
+    """None where these are no rows of floats on a host, one behind the other."""
     # Not one that is traced, or of a device.
     plain = type(part) is Tensor and part.device.type == "cpu" and part.dtype in _LAYOUTS
-    sequence, head, token, channel = part.stride()
+    _, _, token, channel = part.stride()
+    length, dim = part.shape[2:]
     if not plain or not length or channel != 1 or (length > 1 and token != dim):
         return None
+    return layer_rows(part)
+
+
+def layer_rows(part: Tensor) -> LayerRows:
+    """`part [B, Hkv, S, D]`, floats on a host, in rows that lie one behind the other and outlive these."""
+    batch, heads, length, dim = part.shape
+    sequence, head, _, _ = part.stride()
     first, size = part.data_ptr(), part.itemsize
     steps = [first + size * (b * sequence + h * head) for b in range(batch) for h in range(heads)]
     return LayerRows(np.array(steps, np.int64), length, size * dim, _LAYOUTS[part.dtype])
@@ -120,6 +135,13 @@ def _attend_layer(team: Any, given: Any, out: Any, lse: Any) -> None:
         for head in range(lse.shape[1]):
             for r in range(lse.shape[2]):
                 merge_row(out[0, head, r], lse[0, head], out[part, head, r], lse[part, head, r], r)
+
+
+@njit(nogil=True, cache=True)
+def _merge(out: Any, lse: Any, other: Any, lse_of_other: Any) -> None:
+    for head in range(lse.shape[0]):
+        for r in range(lse.shape[1]):
+            merge_row(out[head, r], lse[head], other[head, r], lse_of_other[head, r], r)
 
 
 @njit(nogil=True, cache=True)

@@ -8,9 +8,11 @@ from functools import partial, reduce
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.attention.host_dense import attend_further
 from offload_decode.attention.pages_reference import count_tokens
 from offload_decode.attention.queries import Queries, merge_states
 from offload_decode.attention.transfers import to_device
@@ -27,6 +29,7 @@ from offload_decode.selectors.registry import create
 from offload_decode.selectors.unselected import Tail
 from offload_decode.types import AttentionState, ModelShape, PageSelection, Selection, StepStats
 
+Float32 = npt.NDArray[np.float32]
 Finish = Callable[[], AttentionState]
 Promised = Callable[[], Sequence[tuple[AttentionState, StepStats]]]
 Ask = Callable[[int, Tensor, float, float | None], Promised]
@@ -46,6 +49,7 @@ class StoredPrefix:
         self.host, self.chosen, self.tail = host, chosen, tail
         self.length = host.length  # stored tokens
         self.whole_generated = chosen.selector.whole_generated
+        self.by_token = host.device.type == "cpu"
         self._kv_heads = chosen.selector.shape.kv_heads
         self.one_pass = OnePass.of(host, chosen, tail)
         self.stats = StepStats()
@@ -103,6 +107,21 @@ class StoredPrefix:
         out, lse = (torch.cat(own, dim=1) for own in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
 
+    def attend_token(
+        self, layer: int, query: Float32, generated: GeneratedKV, scaling: float, softcap: float | None
+    ) -> Float32:
+        """Attend from one token on a host, `query [H, D]`, to the prefix and to all of the generated KV:
+        `[H, Dv]`.
+        """
+        heads, dim = query.shape
+        vectors = torch.from_numpy(query).view(self._kv_heads, -1, dim)
+        queries = Queries(vectors, scaling, softcap, heads // self._kv_heads)
+        watched = self._watched(queries) if self.watches else []
+        with self.host.lock:
+            state = self._attend_part(layer, queries, watched)
+        attend_further(state, queries, *generated.compiled)
+        return state.out.reshape(heads, -1).numpy()
+
     def attend_generated(
         self, layer: int, query: Tensor, generated: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
@@ -136,7 +155,8 @@ class StoredPrefix:
         if attended is not None:
             selection, state = attended.selection, attended.state
             self.stats.take(time.perf_counter() - began, attended.searching, attended.read)
-            self._count(layer, queries, selection)
+            assert selection.ids is not None
+            self._take(layer, queries.vectors.shape[:2].numel(), selection.ids.numel())
         else:
             selection = on_host(self.chosen.select(layer, queries))
             self.stats.search_s += time.perf_counter() - began
@@ -164,11 +184,14 @@ class StoredPrefix:
         """Takes a selection into the statistics; returns how many tokens it leaves out, over all queries."""
         count = queries.vectors.shape[:2].numel()
         selected = selected_tokens(selection, count, self.length)
-        self.stats.by_layer[layer] = self.stats.by_layer.get(layer, 0) + selected
-        self.stats.selected += selected
-        self.stats.rows += count
+        self._take(layer, count, selected)
         self.stats.bytes_moved += selection.moved if isinstance(selection, Selection) else 0
         return count * self.length - selected
+
+    def _take(self, layer: int, queries: int, selected: int) -> None:
+        self.stats.by_layer[layer] = self.stats.by_layer.get(layer, 0) + selected
+        self.stats.selected += selected
+        self.stats.rows += queries
 
     def fresh(self) -> StoredPrefix:
         """The same prefix for a conversation that begins."""
@@ -224,6 +247,7 @@ class ScatteredPrefix(StoredPrefix):
 
     def __init__(self, whole: StoredPrefix, ask: Ask):
         super().__init__(whole.host, whole.chosen)
+        self.by_token = False
         if whole.selector.remembers:
             raise ConfigError(
                 f"selector '{whole.selector.name}' remembers a conversation, which workers with a part of "

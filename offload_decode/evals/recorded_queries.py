@@ -188,6 +188,7 @@ class AttentionDemand(StoredPrefix):
 
     def __init__(self, like: StoredPrefix):
         super().__init__(like.host, like.chosen, like.tail)
+        self.by_token = False  # what `begin` finishes is kept
         self.calls: list[tuple[Call, Tensor]] = []
         # Of the generated tokens, by layer, when what was taken last had been asked.
         self._ends: dict[int, int] = {}

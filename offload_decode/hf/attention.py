@@ -4,10 +4,12 @@ Queries attend to the generated KV here and to the stored prefix through the cac
 the two states are merged exactly.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -27,6 +29,8 @@ from offload_decode.hf.cache_layers import (
 from offload_decode.hf.mla import LatentHeads, latent_of
 from offload_decode.hf.packed_batch import PackedLayer
 from offload_decode.types import AttentionState
+
+Float32 = npt.NDArray[np.float32]
 
 NAME = "offload_decode"
 NOT_BOOL = "a prepared 4-D attention mask must be bool, True where a token may be seen"
@@ -99,6 +103,32 @@ def prefix_attention(
     return _finished(state, s_aux, query, ours=layer is not None)
 
 
+def attend_token(
+    module: Any,
+    layer: Any,
+    token: Sequence[Float32],
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    others: Mapping[str, Any],
+) -> Float32 | None:
+    """What a cache's `layer` and `prefix_attention` do with one more token on a host, in compiled calls.
+
+    `token`: its query `[H, D]`, key and value `[Hkv, D]`, float32. Returns `[H, Dv]`; or None, and nothing is
+    done, where more is asked for.
+    """
+    if type(layer) is not PrefixLayer or not layer.prefix.by_token or not RUNNING.current.sees_all(mask):
+        return None
+    if not 0 < layer.generated.length < layer.prefix.whole_generated:
+        return None
+    _refuse_unknown(module, others)
+    query, *both = token
+    layer.append(*(torch.from_numpy(own)[None, :, None] for own in both))
+    prefix: Any = layer.prefix
+    out: Float32 = prefix.attend_token(layer.index, query, layer.generated, scaling, softcap)
+    return out
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -151,7 +181,7 @@ def _finished(state: AttentionState, sinks: Tensor | None, query: Tensor, ours: 
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _refuse_unknown(module: torch.nn.Module, others: dict[str, Any]) -> None:
+def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:
     """An unknown tensor may change the scores, those of stored tokens too."""
     for name, value in others.items():
         if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT:

@@ -152,7 +152,7 @@ class _Differs(Exception):
 class _MemoryPrefix:
     """A stored prefix (`kv.generated.Prefix`) in memory: all of it, and of the generated KV, is seen."""
 
-    remembers = False
+    remembers = by_token = False
     whole_generated = math.inf
 
     def __init__(self, shape: ModelShape) -> None:

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload_decode.attention.host_dense import layer_rows
 from offload_decode.attention.pages_reference import PageBounds
+from offload_decode.attention.rows import LayerRows
 from offload_decode.kv.page_bounds import GrowingBounds
 from offload_decode.types import AttentionState
 
@@ -31,6 +33,7 @@ class GeneratedKV:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._bounds: GrowingBounds | None = None
+        self._compiled: tuple[Tensor | None, Tensor | None, LayerRows, LayerRows] | None = None
         self._shared = False  # with a fork: copy before writing
         self.length = 0
 
@@ -47,7 +50,9 @@ class GeneratedKV:
         return None if self._keys is None else len(self._keys)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]`, held once where they are the same."""
+        """Add keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]`, held once where they are the same, in the
+        dtype of the first.
+        """
         end, latent = self.length + keys.shape[2], values is keys
         if self._keys is None or self._values is None or self._shared or self._keys.shape[2] < end:
             self._keys = self._grown(self._keys, keys, end)
@@ -60,8 +65,9 @@ class GeneratedKV:
 
     def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
         batch, heads, _, dim = like.shape
+        own = like if buffer is None else buffer
         with torch.inference_mode(False):  # a pass in that mode and one out of it may write to it
-            grown = torch.empty(batch, heads, room_for(needed), dim, dtype=like.dtype, device=like.device)
+            grown = torch.empty(batch, heads, room_for(needed), dim, dtype=own.dtype, device=own.device)
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
@@ -71,6 +77,16 @@ class GeneratedKV:
         assert self._keys is not None, "nothing was appended"
         assert self._values is not None
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    @property
+    def compiled(self) -> tuple[LayerRows, LayerRows]:
+        """Keys and values on a host, as compiled functions take them; only after the first `append`."""
+        known = self._compiled
+        if known is None or known[0] is not self._keys or known[1] is not self._values:
+            buffers = self._keys, self._values
+            keys, values = (layer_rows(one) for one in buffers if one is not None)
+            known = self._compiled = *buffers, keys, values
+        return known[2]._replace(length=self.length), known[3]._replace(length=self.length)
 
     def page_bounds(self, page_size: int, metadata: str) -> PageBounds:
         """Bounds of the pages of the one sequence that is held, extended by what was appended since."""
@@ -131,6 +147,12 @@ class Prefix(Protocol):
     @property
     def remembers(self) -> bool:
         """Attention depends on earlier tokens, so none can be taken back."""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it has `attend_token(layer, query, generated, scaling, softcap)`, which attends from one
+        token on a host, float32 `query [H, D]`, to the prefix and all of the generated KV: `[H, Dv]`.
+        """
 
     @property
     def whole_generated(self) -> float:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.ggml_products import FORM, Matrices, padded, products
 from offload_decode.common.rows.team import cells
+from offload_decode.hf.attention import attend_token
+from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import cache_in
 
 Float32 = npt.NDArray[np.float32]
@@ -150,6 +152,11 @@ def _rotation(cos: Tensor, sin: Tensor, shape: torch.Size) -> tuple[Float32, Flo
     return cosine, sine
 
 
+def _by_head(rows: Float32, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """`rows [M, H, D]` as transformers has them: `[B, H, T, D]`."""
+    return torch.from_numpy(rows).to(dtype).view(*shape, -1, rows.shape[-1]).transpose(1, 2)
+
+
 @dataclass(frozen=True)
 class FewRows:
     """A decoder layer's `forward`, compiled for passes of up to `FEW_ROWS` rows."""
@@ -230,30 +237,36 @@ class FewRows:
             sin,
             out,
         )
-        query, key, value = (
-            torch.from_numpy(own).to(dtype).view(*shape, -1, dim).transpose(1, 2) for own in out
-        )
-        cache = cache_in(named)
-        if cache is not None:
-            key, value = cache.update(key, value, attention.layer_idx)
+        cache, mask = cache_in(named), named.get("attention_mask")
         more = {name: one for name, one in named.items() if name not in _OF_LAYERS}
-        if getattr(attention, "attn_logit_softcapping", None) is not None:
-            more["softcap"] = attention.attn_logit_softcapping
-        attended, _ = attend(
-            attention,
-            query,
-            key,
-            value,
-            named.get("attention_mask"),
-            dropout=0.0,
-            scaling=attention.scaling,
-            sliding_window=getattr(attention, "sliding_window", None),
-            **more,
-        )
-        rows = attended.reshape(count, -1).float().contiguous().numpy()
+        softcap = getattr(attention, "attn_logit_softcapping", None)
+        rows = None
+        if count == 1 and isinstance(cache, CorpusCache) and cache.begun is not None:
+            layer, token = cache.layers[attention.layer_idx], [own[0] for own in out]
+            rows = attend_token(attention, layer, token, mask, attention.scaling, softcap, more)
+        if rows is None:
+            key, value = (_by_head(own, shape, dtype) for own in out[1:])
+            if cache is not None:
+                key, value = cache.update(key, value, attention.layer_idx)
+            if softcap is not None:
+                more["softcap"] = softcap
+            attended, _ = attend(
+                attention,
+                _by_head(out[0], shape, dtype),
+                key,
+                value,
+                mask,
+                dropout=0.0,
+                scaling=attention.scaling,
+                sliding_window=getattr(attention, "sliding_window", None),
+                **more,
+            )
+            rows = attended.float().contiguous().numpy()
         tables = tuple(own.table for own in self.matrices[1:])
         after = np.empty_like(x)
-        _after(team, x, rows, tables, self.norms, self.after_norms, self.eps, self.kind, after)
+        _after(
+            team, x, rows.reshape(count, -1), tables, self.norms, self.after_norms, self.eps, self.kind, after
+        )
         return torch.from_numpy(after).to(dtype).view_as(hidden_states)
 
 

@@ -85,7 +85,7 @@ class OnePass:
         ready = self._ready.get((layer, rows, k))
         if ready is None or ready.of is not found:  # or another kind has taken the place of a damaged index
             ready = self._ready[layer, rows, k] = self._prepared(layer, found, rows, k)
-        if ready.search is None or not np.isfinite(vectors).all():
+        if ready.search is None:
             return None
         values = self.host.layer_values(layer)
         shape = 1, heads, rows
@@ -98,16 +98,14 @@ class OnePass:
         logits = Logits.of(queries.scaling, queries.softcap)
         how = (*ready.search, vectors, k, *ready.rows, logits, (ENTRIES, SPARSE))
         given = (how, UNPREDICTED, best, states, ready.estimates, read, wrong, spent)
-        _attend_layer(cells(), heads * -(-rows // ready.search[1]), given)
-        state = states[0]
-        if (best.seen < k).any() or (read < 0).any() or wrong[0] or not np.isfinite(state.lse).all():
+        tokens = _attend_layer(cells(), heads * -(-rows // ready.search[1]), given)
+        if tokens < 0:
             return None
-        searching, rest = spent.sum(axis=0).tolist()
         return Attended(
-            AttentionState(*map(torch.from_numpy, state)),
+            AttentionState(*map(torch.from_numpy, states[0])),
             Selection(torch.from_numpy(best.ids[0]), torch.from_numpy(best.scores[0])),
-            int(read.sum()) * values[0].row_bytes,
-            searching / max(1, searching + rest),
+            tokens * values[0].row_bytes,
+            spent[0, 0] / max(1, spent[0, 0] + spent[0, 1]),
         )
 
     def _prepared(self, layer: int, found: list[VectorIndex], rows: int, k: int) -> _Ready:
@@ -124,9 +122,29 @@ class OnePass:
 
 
 @njit(nogil=True, cache=True)
-def _attend_layer(team: Any, tasks: int, given: Any) -> None:
+def _attend_layer(team: Any, tasks: int, given: Any) -> int:
+    """All tasks: how many different tokens they read, or -1 where something is missing or not finite. The
+    first of `spent` gets the sum of all.
+    """
+    how, _, best, states, _, read, wrong, spent = given
+    queries, k, lse, tokens = how[2], how[3], states[0].lse, 0
+    for head in range(lse.shape[0]):
+        for r in range(lse.shape[1]):
+            total = np.float32(0)
+            for d in range(queries.shape[2]):
+                total += np.abs(queries[head, r, d])
+            if not np.isfinite(total):
+                return -1
     body, data = closure(_task, given)
     fork(team, body, data, tasks)
+    for task in range(1, tasks):
+        spent[0] += spent[task]
+    for head in range(lse.shape[0]):
+        for r in range(lse.shape[1]):
+            if best.seen[0, head, r] < k or read[head, r] < 0 or not np.isfinite(lse[head, r]):
+                return -1
+            tokens += read[head, r]
+    return -1 if wrong[0] else tokens
 
 
 @njit(nogil=True, cache=True)
