@@ -30,7 +30,7 @@ BUDGETS = ("64", "2%", "1024")
 BEST = ("topk", "oracle", "sparq", "quest+topk", "quest")
 TASKS = {
     "ruler": ("niah_multikey_1", "qa_1", "vt", "cwe", "fwe"),
-    "aggregate": ("every-record", "tally-lines", "count-mentions"),
+    "aggregate": ("every-record", "tally-lines"),
 }
 FIDELITY = "fidelity.json"
 

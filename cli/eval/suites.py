@@ -1,21 +1,14 @@
-"""`offload-decode eval ruler`, `aggregate`, `passkey` and `ablation`: tasks of one suite each."""
+"""`offload-decode eval ruler`, `aggregate` and `passkey`: tasks of one suite each."""
 
-import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli.eval import run
 from offload_decode.cli.eval.run import Asking, Contenders, Lengths, Limit, Tasks, Text, ask_all
-from offload_decode.cli.options import Selector, option, with_groups
+from offload_decode.cli.options import option, with_groups
 from offload_decode.common.errors import ConfigError
-from offload_decode.config import split_pairs
-from offload_decode.evals.contender import Contender
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks.base import Task
-
-_BUDGET = "64"
-_MOST = 256  # combinations: more are a slip of the pen
 
 
 @with_groups
@@ -71,9 +64,9 @@ def aggregate(
 ) -> None:
     """Ask for what no small part of a text can tell.
 
-    Counting mentions, joining the facts of a story, extracting every record as JSON, classifying and tallying
-    lines: methods that attend to few tokens are known to break here. Every question is answered with dense
-    attention and with each selector at each budget.
+    Joining the facts of a story, extracting every record as JSON, classifying and tallying lines: methods
+    that attend to few tokens are known to break here. Every question is answered with dense attention and
+    with each selector at each budget.
     """
     from offload_decode.evals.tasks.aggregate import SUITE
 
@@ -97,45 +90,3 @@ def passkey(
     """
     ways = run.contenders(selector or ["quest", "topk"], budgets, option)
     ask_all("passkey", None, how, lengths, ways, limit, known=["passkey"])
-
-
-@with_groups
-def ablation(
-    *,
-    selector: Selector = "topk",
-    option: Annotated[
-        list[str] | None,
-        option(
-            "KEY=VALUE",
-            "An option of the selector. Given several times with different values, it makes the grid: "
-            "-o budget=64 -o budget=256 -o tail=off -o tail=auto are four ways.",
-            "-o",
-            "--option",
-        ),
-    ] = None,
-    text: Text = None,
-    tasks: Tasks = None,
-    lengths: Lengths = "4K",
-    limit: Limit = 20,
-    how: Asking,
-) -> None:
-    """Try a selector's options in a grid.
-
-    Every combination answers the same questions as dense attention does, and stands in a line of its own.
-    """
-    ask_all("ablation", tasks, how, lengths, _grid(selector, option or []), limit, text)
-
-
-def _grid(selector: str, option: Sequence[str]) -> tuple[Contender, ...]:
-    values: dict[str, dict[str, None]] = {}
-    for pair in option:
-        ((name, value),) = split_pairs([pair]).items()
-        values.setdefault(name, {})[value] = None
-    values.setdefault("budget", {_BUDGET: None})
-    ways = list(itertools.islice(itertools.product(*values.values()), _MOST + 1))
-    if len(ways) > _MOST:
-        raise ConfigError(f"these options make more than {_MOST} combinations: try fewer of them at a time")
-    found = tuple(Contender(selector, dict(zip(values, way, strict=True))) for way in ways)
-    for way in found:
-        run.checked_selector(way.selector, way.options)
-    return found

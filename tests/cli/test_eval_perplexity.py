@@ -79,10 +79,10 @@ def test_sparsity_prints_tasks_layers_and_predictors(home, out, monkeypatch):
         return listen(engine, question, 2, begun)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sparsity, "listen", few)
-    ask = ("--tasks", "plain-fact", "--lengths", "200", "--limit", "1", "--budgets", "64,8")
+    ask = ("--tasks", "niah_single_2", "--lengths", "300", "--limit", "1", "--budgets", "64,8")
     ran = done("eval", "sparsity", "--model", home / "model", *ask, "--out", out)
     tasks, layers, predicted = ran.out.split("\n\n")
-    assert tasks.splitlines()[1].startswith("plain-fact")
+    assert tasks.splitlines()[1].startswith("niah_single_2")
     assert [line.split()[0] for line in layers.splitlines()] == ["layer", "0", "1", "2"]
     assert predicted.startswith("predicts the tokens needed")
     # A tiny random model is right about nothing, and that is said.

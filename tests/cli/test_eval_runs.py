@@ -10,34 +10,33 @@ from offload_decode.evals.runs import read
 from tests.cli.conftest import done, json_of, refused, run
 
 pytestmark = pytest.mark.usefixtures("short")
-ASK = ("--tasks", "plain-fact", "--lengths", "200", "--limit", "1", "-q")
+ASK = ("--tasks", "niah_single_2", "--lengths", "300", "--limit", "1", "-q")
 
 
-def test_options_given_twice_make_a_grid(home, tmp_path):
-    out = tmp_path / "made" / "run.jsonl"
-    grid = ("-o", "budget=8", "-o", "budget=16", "-o", "tail=off", "-o", "tail=sample")
-    ran = done("eval", "ablation", "--model", home / "model", *ASK, *grid, "--out", out)
+def test_ways_are_selectors_with_their_options_and_a_run_that_is_done_is_shown_again(home, out):
+    ways = ("-s", "topk:tail=off", "-s", "topk:tail=sample", "--budgets", "8,16")
+    ran = done("eval", "ruler", "--model", home / "model", *ASK, *ways, "--out", out)
     assert read(out).header.configuration["contenders"] == [
         "dense",
-        "topk:budget=8,tail=off",
-        "topk:budget=8,tail=sample",
-        "topk:budget=16,tail=off",
-        "topk:budget=16,tail=sample",
+        "topk:tail=off,budget=8",
+        "topk:tail=off,budget=16",
+        "topk:tail=sample,budget=8",
+        "topk:tail=sample,budget=16",
     ]
-    again = run("eval", "ablation", "--model", home / "model", *ASK, *grid, "--out", out)
+    again = run("eval", "ruler", "--model", home / "model", *ASK, *ways, "--out", out)
     assert (again.code, again.out) == (0, ran.out)
 
 
 def test_another_run_does_not_write_over_results(home, out):
-    done("eval", "ablation", "--model", home / "model", *ASK, "--out", out)
+    done("eval", "ruler", "--model", home / "model", *ASK, "--out", out)
     before = out.read_bytes()
-    message = refused(2, "eval", "ablation", "--model", home / "model", *ASK, "--seeds", "3", "--out", out)
+    message = refused(2, "eval", "ruler", "--model", home / "model", *ASK, "--seeds", "3", "--out", out)
     assert "differs in seeds: choose another --out" in message
     assert out.read_bytes() == before
 
 
 def test_a_scaled_rope_is_part_of_what_is_measured(home, out):
-    asked = ("eval", "ablation", "--model", home / "model", *ASK, "--out", out)
+    asked = ("eval", "ruler", "--model", home / "model", *ASK, "--out", out)
     done(*asked, "--rope", "yarn:2")
     assert read(out).header.made_with["rope"] == "yarn:2"
     assert "differs in rope: choose another --out" in refused(2, *asked)
@@ -56,11 +55,11 @@ def test_a_scaled_rope_is_part_of_what_is_measured(home, out):
     ],
 )
 def test_mistakes_are_told_in_a_sentence(home, options, said):
-    assert said in refused(2, "eval", "ablation", "--model", "no-such-model", *options)
+    assert said in refused(2, "eval", "ruler", "--model", "no-such-model", *options)
 
 
 def test_json_has_the_records(home, out):
-    told = json_of("eval", "ablation", "--model", home / "model", *ASK, "--out", out)
+    told = json_of("eval", "ruler", "--model", home / "model", *ASK, "--out", out)
     assert len(told["records"]) == len(read(out).records)
 
 

@@ -153,8 +153,8 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
 def looked_up(engine: Engine, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
     """What a perfect reader answers, who has the store alone."""
     text = engine.decode(engine.store.tokens.tolist())
-    key = re.search(r'for (.*)\?|key "(.*)"\?', question)
+    key = re.search(r"magic \w+ for (\S+) mentioned", question)
     assert key is not None
-    found = re.search(rf'code for {key[1]} is (\d+)|"{key[2]}": "([^"]+)"', text)
-    said = (found[1] or found[2]) if found else "nothing"
+    found = re.search(rf"magic \w+ for {key[1]} is: ([\w-]+)", text)
+    said = found[1] if found else "nothing"
     return WayAnswer(question, way, said, 1.0, 2.0, 3.0)

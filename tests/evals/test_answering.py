@@ -22,8 +22,8 @@ from tests.evals.made_up import looked_up
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(400)))
 FEW, ALL = Contender("topk", {"budget": "8"}), Contender("topk", {"budget": "100%"})
-PLAN = AnswerPlan("suite", (300,), (FEW, ALL), limit=2, seeds=(0, 1))
-TASKS = ("plain-fact", "key-value")
+PLAN = AnswerPlan("suite", (600,), (FEW, ALL), limit=2, seeds=(0, 1))
+TASKS = ("niah_single_2", "niah_multikey_1")
 
 
 def evaluation(loaded: LoadedModel, plan: AnswerPlan = PLAN, keep: Path | None = None) -> Answering:
@@ -59,7 +59,7 @@ def test_a_perfect_reader_is_right_everywhere_but_in_the_controls(read: Results)
 
 def test_controls_are_left_out_where_nobody_wants_them(loaded: LoadedModel) -> None:
     without, asked = (evaluation(loaded, replace(PLAN, control_every=every)) for every in (0, 1))
-    for evaluated, lengths in ((without, 300), (asked, 600)):
+    for evaluated, lengths in ((without, 600), (asked, 1200)):
         assert {unit.tokens for unit in evaluated.units()} == {lengths}
 
 
@@ -135,7 +135,7 @@ def test_an_answer_that_is_begun_goes_on_from_there(loaded: LoadedModel, tmp_pat
 
 
 def test_what_cannot_be_asked_shows_before_anything_is_prefilled(loaded: LoadedModel) -> None:
-    short = evaluation(loaded, dataclasses.replace(PLAN, lengths=(300, 10)))
+    short = evaluation(loaded, dataclasses.replace(PLAN, lengths=(600, 10)))
     told: list[tuple[int, int]] = []
     unfit = short.unfit(lambda *now: told.append(now))
     assert unfit.keys() == {task.name for task in short.tasks}

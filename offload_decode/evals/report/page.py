@@ -30,7 +30,6 @@ _TITLES = {
     "ruler": "RULER",
     "aggregate": "Tasks that need much of a text",
     "passkey": "Passkeys",
-    "ablation": "Options of a selector",
     "perplexity": "Perplexity",
     "sparsity": "Sparsity",
 }

@@ -1,9 +1,9 @@
 """Eval tasks by name."""
 
-from offload_decode.evals.tasks import aggregate, facts, ruler, ruler_qa
+from offload_decode.evals.tasks import aggregate, passkey, ruler, ruler_qa
 from offload_decode.evals.tasks.base import Task
 
-_ALL = (*ruler.TASKS, *ruler_qa.TASKS, *facts.TASKS, *aggregate.TASKS)
+_ALL: tuple[type[Task], ...] = (*ruler.TASKS, *ruler_qa.TASKS, passkey.Passkey, *aggregate.TASKS)
 _TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
 
 

@@ -1,4 +1,4 @@
-"""Questions about many facts of a text: how often, which kind most, every record as JSON, facts to be joined.
+"""Questions about many facts of a text: facts to join, every record as JSON, which kind is most frequent.
 
 The more text, the more facts, and the more of them a question needs, so that its answer is lost with any of
 them (compare Oolong, arXiv 2511.02817, The Sparse Frontier, arXiv 2504.17768, and the text-to-JSON task of
@@ -165,55 +165,6 @@ class SpreadFacts(Task):
 def _span(middle: float) -> tuple[int, int]:
     """Half and one and a half times the middle, at least 1: between these the number of facts is drawn."""
     return max(1, round(middle / 2)), max(1, round(1.5 * middle))
-
-
-class CountMentions(SpreadFacts):
-    """How often is somebody mentioned? Two people, asked for in turn, and others who share a name with them.
-
-    An oracle reads every sentence about the person. In the control these are about the others instead, so
-    that the count is 0, which no answer is. Chance: one in as many counts as are likely, which grow with the
-    text.
-    """
-
-    name: ClassVar[str] = "count-mentions"
-    share: ClassVar[float] = 0.2
-    fewest: ClassVar[int] = 6
-    lines: ClassVar[bool] = False
-    asked: ClassVar[int] = 2
-
-    def draw(self, rng: random.Random, facts: int) -> Draw:
-        low, high = _span(max(2, facts // (2 * self.asked)))
-        persons = people(rng, self.asked)
-        others = [name for person in persons for name in _alike(rng, person, persons)]
-        about = [person for person in persons for _ in range(rng.randint(low, high))]
-        about += rng.choices(others, k=max(self.asked, facts - len(about)))
-        rng.shuffle(about)
-        written: list[Fact] = []
-        for name in about:
-            sentence = _filled(rng, rng.choice(_SAID["mentions"]))
-            other = rng.choice(others) if name in persons else name
-            written.append((sentence.format(name=name), sentence.format(name=other)))
-        choices = tuple(str(count) for count in range(low, high + 1))
-        questions = [
-            Question(
-                rng.choice(_ASKED["count"]).format(name=person),
-                " The number is",
-                (str(about.count(person)),),
-                choices=choices,
-            )
-            for person in persons
-        ]
-        needed = tuple(tuple(i for i, name in enumerate(about) if name == person) for person in persons)
-        return Draw(tuple(written), tuple(questions), needed)
-
-
-def _alike(rng: random.Random, person: str, persons: list[str]) -> list[str]:
-    """Somebody with the same first name, and somebody with the same surname."""
-    first, last = person.split()
-    while True:
-        found = [f"{first} {surname(rng)}", f"{rng.choice(_FIRST)} {last}"]
-        if not set(found) & set(persons):
-            return found
 
 
 class JoinStory(SpreadFacts):
@@ -383,5 +334,5 @@ class TallyLines(SpreadFacts):
         return Draw(tuple(written), (question,), (tuple(range(len(written))),))
 
 
-TASKS: tuple[type[SpreadFacts], ...] = (CountMentions, JoinStory, EveryRecord, TallyLines)
+TASKS: tuple[type[SpreadFacts], ...] = (JoinStory, EveryRecord, TallyLines)
 SUITE = tuple(task.name for task in TASKS)

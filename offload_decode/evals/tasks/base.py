@@ -94,15 +94,6 @@ class Question:
         return self.answers[0] if self.any_of else ", ".join(self.answers)
 
 
-def most_common(words: Sequence[str]) -> Question:
-    """RULER's question for the most common words of a numbered list."""
-    return Question(
-        f"Question: What are the {len(words)} most common words in the above list?",
-        f" The top {len(words)} words that appear most often in the list are:",
-        tuple(words),
-    )
-
-
 @dataclass(frozen=True)
 class Episode:
     """Facts for one context and questions about them; the first question is about the first fact."""

@@ -298,7 +298,12 @@ class CommonWords(Task):
         count = base.fitting(material, material.tokens, write, least=1)
         if count < 1:
             raise base.too_short(self, material.tokens)
-        return Context(write(count), write(count, instead), (base.most_common(common),), (None,))
+        question = Question(
+            f"Question: What are the {self.common} most common words in the above list?",
+            f" The top {self.common} words that appear most often in the list are:",
+            tuple(common),
+        )
+        return Context(write(count), write(count, instead), (question,), (None,))
 
     def guess(self, rng: random.Random, question: Question) -> str:
         return ", ".join(islice(words.vocabulary(rng), self.common))

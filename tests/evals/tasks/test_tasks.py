@@ -29,7 +29,7 @@ def test_every_fact_is_in_the_text_once_and_nothing_else_is_changed(name: str) -
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("name", ["niah_single_2", "niah_multikey_1", "plain-fact", "key-value", "header"])
+@pytest.mark.parametrize("name", ["niah_single_2", "niah_multikey_1"])
 def test_the_fact_asked_for_is_at_its_depth(name: str, depth: float) -> None:
     text, _ = HIDDEN[name].hide(random.Random(7), FILLER, depth)
     facts = HIDDEN[name].sample(random.Random(7)).facts
