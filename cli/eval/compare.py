@@ -92,9 +92,7 @@ def _plain(found: Comparison) -> dict[str, Any]:
 
 
 def report(
-    runs: Annotated[
-        list[Path], argument("RUN…", "Files of evaluations: .jsonl, needle.json, fidelity.json.")
-    ],
+    runs: Annotated[list[Path], argument("RUN…", "Files of evaluations: .jsonl, fidelity.json.")],
     out: Annotated[Path, option("FILE", "Where the page is written.")] = Path("report.html"),
     force: Annotated[bool, option(None, "Replace a page that is there.", "--force")] = False,
     quiet: Quiet = False,

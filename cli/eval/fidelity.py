@@ -11,16 +11,17 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
-from offload_decode.cli.eval.run import read_contenders, refuse_existing
+from offload_decode.cli.eval.run import read_contenders
 from offload_decode.cli.options import Device, Json, Model, Quiet, Store, key_values, option, question_from
 from offload_decode.cli.output import Progress
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
 from offload_decode.evals.contender import Contender
 
 if TYPE_CHECKING:
     from offload_decode.evals.fidelity import Entry, FidelityReport
 
-RESULT, PICTURE = "fidelity.json", "fidelity.png"
+RESULT = "fidelity.json"
 _QUESTION = "What is this text about?"
 
 
@@ -47,7 +48,7 @@ def fidelity(
         option("TEXT", f'A question whose queries are measured; repeatable.  [default: "{_QUESTION}"]'),
     ] = None,
     tokens: Annotated[int, option("N", "Tokens to generate for each question.", min=2)] = 64,
-    out: Annotated[Path, option("FOLDER", f"Where {RESULT} and {PICTURE} are written.")] = Path("fidelity"),
+    out: Annotated[Path, option("FOLDER", f"Where {RESULT} is written.")] = Path("fidelity"),
     model: Model = None,
     device: Device = "auto",
     as_json: Json = False,
@@ -71,17 +72,15 @@ def fidelity(
     questions = tuple(map(question_from, question or [_QUESTION]))
     amounts = tuple(dict.fromkeys(amount.strip() for amount in budgets.split(",")))
     common = split_pairs(option or [])
-    refuse_existing(out, RESULT, PICTURE)
+    if (out / RESULT).exists():
+        raise ConfigError(f"{out / RESULT} exists already: choose another --out, or remove it first")
 
     from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
     from offload_decode.common import files
     from offload_decode.engine.engine import Engine
-    from offload_decode.evals.extra import PICTURES, require
     from offload_decode.evals.fidelity import FidelityPlan, check, measure
-    from offload_decode.evals.plots import save_fidelity
     from offload_decode.store.reader import KVStore
 
-    require(*PICTURES)
     plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
     announce_compiling()
     exit_on_bus_error()
@@ -93,12 +92,11 @@ def fidelity(
         report = measure(loaded, opened, plan, lambda done, total: progress("fidelity", done, total))
     result = report.to_json()
     files.write(out / RESULT, json.dumps(result).encode())
-    save_fidelity(report, out / PICTURE)
     if as_json:
         output.answer_json(result)
     else:
         output.answer(output.table(_rows(report)))
-    output.note(f"{out / RESULT}, {out / PICTURE}", quiet)
+    output.note(f"{out / RESULT}: see it with `offload-decode eval report {out / RESULT}`", quiet)
     for failure in report.failures:
         output.note(f"error: {failure.label} at budget {failure.budget} was not measured: {failure.error}")
     if report.failures:

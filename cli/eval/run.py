@@ -262,12 +262,6 @@ def show(results: Results, as_json: bool, quiet: bool, told: Callable[[Results],
     output.note(f"{results.path}: see it with `offload-decode eval report {results.path}`", quiet)
 
 
-def refuse_existing(out: Path, *names: str) -> None:
-    for name in names:
-        if (out / name).exists():
-            raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
-
-
 def read_haystack(text: str | None) -> Haystack:
     """The text to hide facts in; None: the Python documentation topics."""
     from offload_decode.evals.haystack import Haystack, python_topics

@@ -1,4 +1,4 @@
-"""`offload-decode eval ruler`, `aggregate` and `passkey`: tasks of one suite each."""
+"""`offload-decode eval needle`, `ruler`, `aggregate` and `passkey`: tasks of one suite each."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +9,39 @@ from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks.base import Task
+
+
+@with_groups
+def needle(
+    *,
+    text: Text = None,
+    lengths: Lengths = "2K,8K,32K",
+    depths: Annotated[
+        str, option("P,…", "Where the needle is hidden, in percent of the text.")
+    ] = "0,25,50,75,100",
+    contenders: Contenders,
+    limit: Limit = 1,
+    how: Asking,
+) -> None:
+    """Find a needle at every length and depth.
+
+    A number is hidden in a text and asked for, with dense attention and with each selector at each budget,
+    and as a control in the same text without it, where nothing should be found.
+    """
+    from offload_decode.evals.tasks.ruler import needle_at
+
+    at = {task.name: task for task in map(needle_at, map(_share, depths.split(",")))}
+    ask_all("needle", None, how, lengths, contenders, limit, text, known=[*at], own=at)
+
+
+def _share(percent: str) -> float:
+    try:
+        share = float(percent.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"'{percent}' is no depth: write a percentage of the text from 0 to 100")
+    return share
 
 
 @with_groups

@@ -1,27 +1,20 @@
-"""Pictures by matplotlib (extra `eval`): needle grids and fidelity as PNG, the report's plots as SVG."""
+"""The report's plots as SVG, by matplotlib (extra `eval`)."""
 
 import base64
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from offload_decode.common import files
-from offload_decode.evals.contender import DENSE, label
+from offload_decode.evals.contender import DENSE
 from offload_decode.evals.extra import library
-from offload_decode.evals.fidelity import CONTROLS, Entry, FidelityReport
-from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
-from offload_decode.evals.runs import grouped
 from offload_decode.evals.stats import Share
 
 _INK, _FAINT, _GRID, _CHANCE = "#22302f", "#66736f", "#e4e8e7", "#9d2b22"
-_LOW, _MIDDLE, _HIGH = "#f4ece4", "#7fb8ad", "#0f5c5c"
 # Twelve colours that stay apart on white; with the markers, which turn in another period, 132 lines do.
 _COLOURS = (
     "#0f5c5c", "#d1495b", "#3066be", "#e09f3e", "#6a4c93", "#43aa8b",
@@ -41,8 +34,9 @@ _STYLE = {
     "ytick.color": _INK,
     "svg.fonttype": "none",
     "svg.hashsalt": "offload-decode",
+    "font.size": 9,
+    "axes.linewidth": 0.6,
 }
-_SMALL = {"font.size": 9, "axes.linewidth": 0.6}
 _PERCENT = {"ticks": [0, 0.25, 0.5, 0.75, 1], "labels": ["0", "25", "50", "75", "100"]}
 # Control characters but tabs and newlines, those that turn the direction of what follows, halves.
 _UNSEEN = re.compile(
@@ -88,7 +82,7 @@ def lines_svg(
     """A plot of lines with intervals as a data URI. `percent`: values are shares, shown from 0 to 100 %;
     `band`: a share at every place; `rule`: a value that a dotted line marks.
     """
-    with _figure((5.2, 2.6) if wide else (3.4, 2.4), _SMALL) as figure:
+    with _figure((5.2, 2.6) if wide else (3.4, 2.4)) as figure:
         axis = figure.subplots()
         for one, scale, logarithmic in (
             (axis.xaxis, axis.set_xscale, log_x),
@@ -125,7 +119,7 @@ def lines_svg(
 
 def shares_svg(rows: Sequence[tuple[str, Share, Share | None]]) -> str:
     """The worst task (a diamond) and the mean (a dot) of every way, from 0 to 100 %, as a data URI."""
-    with _figure((6.4, 0.9 + 0.34 * len(rows)), _SMALL) as figure:
+    with _figure((6.4, 0.9 + 0.34 * len(rows))) as figure:
         axis = figure.subplots()
         for place, (_, worst, mean) in enumerate(rows):
             for share, colour, marker in ((mean, _COLOURS[2], "o"), (worst, _COLOURS[1], "D")):
@@ -144,7 +138,7 @@ def shares_svg(rows: Sequence[tuple[str, Share, Share | None]]) -> str:
 
 def legend_svg(names: dict[str, int], band: bool = False) -> str:
     """The names of lines by their style, and of the band of dense attention, as a data URI."""
-    with _figure((6.4, 0.25 + 0.22 * ((len(names) + band + 1) // 2)), _SMALL) as figure:
+    with _figure((6.4, 0.25 + 0.22 * ((len(names) + band + 1) // 2))) as figure:
         line = library("matplotlib.lines").Line2D
         handles = [line([], [], label=visible(name), **_style(style)) for name, style in names.items()]
         if band:
@@ -167,145 +161,20 @@ def _short(number: float) -> str:
 
 
 @contextmanager
-def _figure(size: tuple[float, float], style: dict[str, Any] | None = None) -> Iterator[Any]:
+def _figure(size: tuple[float, float]) -> Iterator[Any]:
     """A figure to draw and save in the project's style."""
     matplotlib, figures = library("matplotlib"), library("matplotlib.figure")
-    with matplotlib.rc_context(_STYLE | (style or {})), warnings.catch_warnings():
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the font lacks a character: it is drawn as a box
         yield figures.Figure(figsize=size, layout="constrained")
 
 
 def _svg(figure: Any) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    drawn = _saved(figure, format="svg", transparent=True, metadata=nothing)
+    figure.savefig(buffer := io.BytesIO(), format="svg", transparent=True, metadata=nothing)
+    drawn = buffer.getvalue()
     # A page may hold a hundred: no indentation, names of groups and turns by nothing, two decimals.
     picture = re.sub(rb"\n +", b"\n", drawn[drawn.index(b"<svg") :])
     picture = re.sub(rb'(?<=<g) id="[^"]*"| transform="rotate\(-?0 [^"]*"', b"", picture)
     picture = re.sub(rb"<[^>]*>", lambda tag: re.sub(rb"(\d\.\d\d)\d+", rb"\1", tag[0]), picture)
     return f"data:image/svg+xml;base64,{base64.b64encode(picture).decode()}"
-
-
-def _saved(figure: Any, **how: Any) -> bytes:
-    figure.savefig(buffer := io.BytesIO(), **how)
-    return buffer.getvalue()
-
-
-def save_needles(grid: NeedleGrid, path: Path) -> None:
-    """Draw a needle grid, one panel each for dense attention, the selector and the control: lengths across,
-    depths down, accuracy as colour and in percent. Replaces `path`.
-    """
-    columns, rows = len(grid.plan.lengths), len(grid.plan.depths)
-    width, height = max(2.6, 0.62 * columns), max(2.2, 0.62 * rows)  # inches of a panel
-    colour_map = library("matplotlib.colors").LinearSegmentedColormap
-    colours = colour_map.from_list("accuracy", [_LOW, _MIDDLE, _HIGH])
-    with _figure((3 * width + 1.9, height + 1.9)) as figure:
-        axes = figure.subplots(1, len(PANELS), sharey=True)
-        for axis, panel in zip(axes, PANELS, strict=True):
-            image = _panel(axis, grid, panel, colours)
-        axes[0].set_yticks(range(rows), [f"{100 * depth:.4g} %" for depth in grid.plan.depths])
-        axes[0].set_ylabel("depth of the needle")
-        bar = figure.colorbar(image, ax=axes, shrink=0.9, aspect=24, pad=0.015)
-        bar.set_label("accuracy in %")
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(length=0, colors=_INK)
-        options = [f"{name} {value}" for name, value in grid.plan.options.items()]
-        model = Path(grid.configuration["model"]).name
-        title = ", ".join([f"Needle in a haystack: {model}", grid.plan.selector, *options])
-        figure.suptitle(fill(title, round(8 * figure.get_figwidth())), fontsize=13, fontweight="bold")
-        needles = "1 needle" if grid.plan.trials == 1 else f"{grid.plan.trials} needles"
-        foot = f"accuracy in %, {needles} in each cell, hidden in: {grid.configuration['text']}"
-        figure.supxlabel(foot, fontsize=9, color=_FAINT)
-        files.write(path, _saved(figure, format="png", dpi=160, facecolor="white"))
-
-
-def _panel(axis: Any, grid: NeedleGrid, panel: Panel, colours: Any) -> Any:
-    values = [[100 * share for share in row] for row in grid.accuracy(panel)]
-    image = axis.imshow(values, vmin=0, vmax=100, cmap=colours, aspect="auto")
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            ink = "white" if value > 55 else _INK
-            axis.text(column, row, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=11)
-    selected = f"{grid.plan.selector}, budget {grid.plan.options['budget']}"
-    names = {"dense": "dense attention", "selected": selected, "control": "control: needle taken out"}
-    axis.set_title(f"{names[panel]}\nmean {100 * grid.mean(panel):.0f} %", fontsize=10.5)
-    axis.set_xticks(range(len(grid.plan.lengths)), [label(length) for length in grid.plan.lengths])
-    axis.set_xlabel("tokens of text")
-    # White lines between the cells, and nothing else around them.
-    axis.set_xticks([place - 0.5 for place in range(1, len(values[0]))], minor=True)
-    axis.set_yticks([place - 0.5 for place in range(1, len(values))], minor=True)
-    axis.grid(which="minor", color="white", linewidth=2)
-    axis.tick_params(which="both", length=0, colors=_INK)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    return image
-
-
-# What a panel of a fidelity report shows, and whether on a logarithmic scale; else they are in percent.
-_FIDELITY: tuple[tuple[str, Callable[[Entry], float], bool], ...] = (
-    ("relative output error in %, median", lambda entry: 100 * entry.live.error.p50, True),
-    ("attention mass captured in %", lambda entry: 100 * entry.live.mass, False),
-    ("recall@k in %", lambda entry: 100 * entry.live.recall, False),
-    ("KL(dense ‖ selector) in nats, mean", lambda entry: entry.agreement.kl_mean, True),
-)
-
-
-def save_fidelity(report: FidelityReport, path: Path) -> None:
-    """Draw error, mass, recall and KL by budget: a line a selector, controls dashed grey. Replaces `path`."""
-    given = report.configuration
-    title = f"{Path(given['model']).name}, {given['stored_tokens']:,} stored tokens"
-    foot = (
-        f"live decode queries of {given['live_query_tokens']:,} tokens after {Path(given['store']).name}, "
-        f"searched layers {', '.join(map(str, given['searched_layers']))}; "
-        f"KL over {given['tokens'] * len(given['questions']):,} generated tokens; controls dashed"
-    )
-    with _figure((12.5, 8.4)) as figure:
-        lines = _fidelity_lines(report)
-        axes = figure.subplots(2, 2, sharex=True).flatten()
-        for axis, (name, value, logarithmic) in zip(axes, _FIDELITY, strict=True):
-            for style, entries in lines:
-                axis.plot([entry.budget_tokens for entry in entries], [*map(value, entries)], **style)
-            _fidelity_axes(axis, logarithmic, {entry.budget_tokens for _, own in lines for entry in own})
-            axis.set_title(name, fontsize=10.5, loc="left")
-        for axis in axes[2:]:
-            axis.set_xlabel("budget: stored tokens for each layer and head in a step")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9.5)
-        figure.suptitle(f"Fidelity to dense attention: {title}", fontsize=13, fontweight="bold")
-        figure.supxlabel(foot, fontsize=9, color=_FAINT)
-        files.write(path, _saved(figure, format="png", dpi=130, facecolor="white"))
-
-
-def _fidelity_lines(report: FidelityReport) -> list[tuple[dict[str, Any], list[Entry]]]:
-    """The entries of each label with the style of its line, the controls last; dense attention is none."""
-    by_label = grouped((e for e in report.entries if e.selector != DENSE), lambda entry: entry.label)
-    # Empty markers: equal selectors lie on each other, and both are seen.
-    shown = {"linewidth": 1.5, "markersize": 6, "markerfacecolor": "none", "markeredgewidth": 1.2}
-    styles, controls = zip(cycle(_COLOURS), cycle(_MARKERS), strict=False), cycle("x+")
-    lines = []
-    for name, entries in sorted(by_label.items(), key=lambda item: item[1][0].selector in CONTROLS):
-        control = entries[0].selector in CONTROLS
-        colour, marker = ("#8a9391", next(controls)) if control else next(styles)
-        style = {"color": colour, "marker": marker, "linestyle": "--" if control else "-", "label": name}
-        entries.sort(key=lambda entry: entry.budget_tokens)
-        lines.append(({**style, **shown, "clip_on": False}, entries))
-    return lines
-
-
-def _fidelity_axes(axis: Any, logarithmic: bool, budgets: set[float]) -> None:
-    ticker = library("matplotlib.ticker")
-    axis.set_xscale("log")
-    places = sorted(set(map(round, budgets)))
-    axis.xaxis.set_ticks(places, labels=[f"{place:,}" for place in places])
-    axis.xaxis.set_minor_locator(ticker.NullLocator())
-    if logarithmic:
-        axis.set_yscale("log", nonpositive="mask")
-        low, high = axis.get_ylim()
-        # Numbers without mathtext: of every decade 1, 2 and 5 where there are few decades, else 1.
-        if high < 100 * low:
-            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
-        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
-    else:
-        axis.set_ylim(0, 102)
-    axis.grid(color=_GRID, linewidth=0.8)
-    axis.set_axisbelow(True)

@@ -282,22 +282,6 @@ def verdict(summary: Summary) -> list[str]:
     return [sentence for sentence in said if sentence]
 
 
-def of_needles(found: Sequence[Sequence[float]], control: Sequence[float]) -> list[str]:
-    """Of a grid: scores of needles in every way, and of the control."""
-    chance, most = wilson(control), max(map(len, found))
-    if larger(Share(1.0, most, 0.0, 1.0), chance) >= 1 - CONFIDENCE:
-        return [
-            f"{most} needle{'s' if most > 1 else ''}: even to find all of them could not be told from "
-            "chance. Hide more (--trials)."
-        ]
-    if all(larger(wilson(scores), chance) >= (1 - CONFIDENCE) / len(found) for scores in found):
-        return [
-            "This model finds needles no more often than it answers where there are none, in every way that "
-            "was measured: nothing here says anything about a selector."
-        ]
-    return []
-
-
 def at_chance(summary: Summary) -> list[str]:
     """Tasks that no way answers better than chance at any length, sure of all together (Bonferroni)."""
     confidence = _confidence(summary)

@@ -1,4 +1,4 @@
-"""`eval needle` and `fidelity` write a result and a picture, and refuse at once what they cannot measure."""
+"""`eval needle` and `fidelity` write their results, and refuse at once what they cannot measure."""
 
 import json
 import sys
@@ -6,66 +6,30 @@ import sys
 import pytest
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import python_topics
-from offload_decode.evals.tasks.ruler import Needle
+from offload_decode.evals.runs import read
 from offload_decode.models import loading
 from offload_decode.selectors.registry import names
 from offload_decode.selectors.topk import TopK
-from tests.cli.conftest import TEXT, done, json_of, refused, run
+from tests.cli.conftest import done, json_of, refused, run
 from tests.evals.made_up import write_run
 
-pytest.importorskip("matplotlib")
 FIDELITY = ("--tokens", "3", "--budgets", "5,10%")
-SIZES = ("--lengths", "100,128", "--depths", "0,50%")
 
 
-@pytest.fixture(autouse=True)
-def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needle_grid, "MAX_NEW_TOKENS", 2)
-
-
-def test_a_table_a_picture_and_a_result(home, tmp_path):
-    out = tmp_path / "made" / "here"
-    ran = done("eval", "needle", "--model", home / "model", *SIZES, "--budget", "7", "--out", out)
-    heading, *rows = ran.out.splitlines()
-    assert heading.split("  ")[-3:] == ["0 %", "50 %", "mean"]
-    assert [row.split("  ")[0] for row in rows] == [
-        f"{length} tokens, {way}" for length in (100, 128) for way in ("dense", "topk", "control")
-    ]
-    assert ran.err.splitlines()[-1] == f"{out / 'needle.json'}, {out / 'needle.png'}"
-    assert (out / "needle.png").read_bytes().startswith(b"\x89PNG")
-    result = json.loads((out / "needle.json").read_text())
-    assert len(result["cells"]) == 4
-    assert result["configuration"]["options"] == {"budget": "7"}
-    assert result["configuration"]["text_sha256"] == python_topics().sha256
-    assert {path.name for path in out.iterdir()} == {"needle.json", "needle.png"}
-
-
-def test_json_is_what_the_file_holds(home, tmp_path):
-    (tmp_path / "text.md").write_text(TEXT)
-    where = ("--text", tmp_path / "text.md", "--out", tmp_path)
-    ran = run("eval", "needle", "--model", home / "model", *SIZES, *where, "--json", "-q")
-    assert (ran.code, ran.err) == (0, "")
-    assert json.loads(ran.out) == json.loads((tmp_path / "needle.json").read_text())
-    assert json.loads(ran.out)["configuration"]["text"] == "text.md"
-
-
-def test_the_selectors_index_is_built(home, tmp_path):
-    pytest.importorskip("faiss")
-    options = ("-o", "index=faiss-ivf", "-o", "budget=9", "--lengths", "100", "--depths", "50")
-    done("eval", "needle", "--model", home / "model", *options, "--out", tmp_path)
-    result = json.loads((tmp_path / "needle.json").read_text())
-    assert result["configuration"]["options"] == {"budget": "9", "index": "faiss-ivf"}
-
-
-def test_an_answered_control_and_a_repeated_text_are_said(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(Needle, "score", lambda *_: 1.0)
-    (tmp_path / "text.txt").write_text("Too short. ")
-    where = ("--text", tmp_path / "text.txt", "--out", tmp_path)
-    ran = done("eval", "needle", "--model", home / "model", *SIZES, *where)
-    assert "the control was answered in 100% of the cells" in ran.err
-    assert "the text is shorter than 100, 128 tokens and was repeated there" in ran.err
+@pytest.mark.usefixtures("short")
+def test_needles_are_asked_for_at_every_length_and_depth(home, out):
+    sizes = ("--lengths", "300,400", "--depths", "0,50%", "--budgets", "7", "-q")
+    ran = done("eval", "needle", "--model", home / "model", *sizes, "--out", out)
+    named = [line.split("  ")[0] for line in ran.out.splitlines()]
+    assert sum(name.startswith("worst: needle at") for name in named) == 4
+    assert sum(name == "needle at 50 %" for name in named) == 4
+    found = read(out)
+    assert {(line["length"], line["depth"]) for line in found.of("question")} == {
+        (length, depth) for length in (300, 400) for depth in (0, 0.5)
+    }
+    assert found.header.configuration["contenders"] == ["dense", "topk:budget=7"]
+    assert found.header.configuration["text_sha256"] == python_topics().sha256
 
 
 @pytest.mark.parametrize(
@@ -76,7 +40,6 @@ def test_an_answered_control_and_a_repeated_text_are_said(home, tmp_path, monkey
         ("needle", ("--depths", "0,101"), "'101' is no depth"),
         ("needle", ("--depths", "half"), "'half' is no depth"),
         ("needle", ("--depths", "nan"), "'nan' is no depth"),
-        ("needle", ("--budget", "5", "-o", "budget=6"), "the budget is given twice"),
         ("needle", ("-s", "magic"), "unknown selector 'magic'"),
         ("needle", ("-o", "recall=1"), "has no option 'recall'"),
         ("needle", ("-o", "index=magic"), "no index kind 'magic'"),
@@ -103,7 +66,7 @@ def test_wrong_use_is_refused_before_a_model_is_loaded(
 
 
 def test_a_budget_that_is_none_is_refused_before_the_first_prefill(home, tmp_path):
-    arguments = ("--model", home / "model", "--budget", "few", "--out", tmp_path / "out")
+    arguments = ("--model", home / "model", "--budgets", "few", "--out", tmp_path / "out")
     assert "budget 'few' is none of these" in refused(2, "eval", "needle", *arguments)
     assert not (tmp_path / "out").exists()
 
@@ -114,11 +77,10 @@ def test_a_missing_text_is_refused(tmp_path):
 
 
 def test_an_earlier_result_is_kept(store, tmp_path):
-    for command in (["needle"], ["fidelity", store]):
-        earlier = tmp_path / f"{command[0]}.json"
-        earlier.write_text("mine")
-        assert "choose another --out" in refused(2, "eval", *command, "--out", tmp_path)
-        assert earlier.read_text() == "mine"
+    earlier = tmp_path / "fidelity.json"
+    earlier.write_text("mine")
+    assert "choose another --out" in refused(2, "eval", "fidelity", store, "--out", tmp_path)
+    assert earlier.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -126,23 +88,21 @@ def test_an_earlier_result_is_kept(store, tmp_path):
     [
         ("scipy.stats", "ruler"),
         ("statsmodels.stats.proportion", "perplexity"),
-        ("scipy.stats", "needle"),
-        ("matplotlib", "needle"),
-        ("matplotlib", "fidelity"),
+        ("matplotlib", "report"),
         ("jinja2", "report"),
     ],
 )
-def test_a_missing_library_is_named_before_the_work(store, tmp_path, monkeypatch, missing, command):
+def test_a_missing_library_is_named_before_the_work(tmp_path, monkeypatch, missing, command):
     monkeypatch.setitem(sys.modules, missing, None)
     runs = [write_run(tmp_path / "run.jsonl", 0.9, questions=1)]
-    given = {"report": runs, "fidelity": [store]}.get(command, [])
+    given = runs if command == "report" else []
     said = refused(2, "eval", command, *given, "--out", tmp_path / "out")
     assert f"this needs {missing.partition('.')[0]}," in said
     assert "pip install 'offload-decode[eval]'" in said
     assert not (tmp_path / "out").exists()
 
 
-def test_fidelity_writes_a_table_a_picture_and_a_result(store, tmp_path):
+def test_fidelity_writes_a_table_and_a_result(store, tmp_path):
     out = tmp_path / "made" / "here"
     chosen = ("-s", "topk", "-s", "lessismore")
     ran = done("eval", "fidelity", store, *chosen, *FIDELITY, "--question", "Thing 3?", "--out", out)
@@ -155,11 +115,10 @@ def test_fidelity_writes_a_table_a_picture_and_a_result(store, tmp_path):
         *((name, "10%") for name in measured),
     ]
     assert rows[0][5:11] == ["100.0%", "100.0%", "0.0%", "0.0%", "0.0%", "0.0%"]
-    assert ran.err.splitlines()[-1] == f"{out / 'fidelity.json'}, {out / 'fidelity.png'}"
-    assert (out / "fidelity.png").read_bytes().startswith(b"\x89PNG")
+    assert ran.err.splitlines()[-1].startswith(f"{out / 'fidelity.json'}: see it with")
     result = json.loads((out / "fidelity.json").read_text())
     assert result["configuration"]["questions"] == ["Thing 3?"]
-    assert {path.name for path in out.iterdir()} == {"fidelity.json", "fidelity.png"}
+    assert {path.name for path in out.iterdir()} == {"fidelity.json"}
 
 
 def test_every_selector_is_measured_and_json_is_what_the_file_holds(store, tmp_path):

@@ -14,7 +14,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows import threads
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.evals import fidelity, plots
+from offload_decode.evals import fidelity
 from offload_decode.evals.closeness import MEASURES, Exact, summarize
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.fidelity import FidelityPlan, FidelityReport, Source, forced, measure
@@ -363,18 +363,3 @@ def test_one_that_fails_leaves_the_others(
     assert [(failure.label, failure.error) for failure in report.failures] == [
         ("topk", "the index was eaten")
     ]
-
-
-def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib.figure")
-    drawn, saved = [], plots._saved
-    monkeypatch.setattr(plots, "_saved", lambda each, **how: drawn.append(each) or saved(each, **how))
-    plots.save_fidelity(report, tmp_path / "fidelity.png")
-    assert (tmp_path / "fidelity.png").read_bytes().startswith(b"\x89PNG")
-    (legend,) = drawn[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == ["oracle", "topk", "random", "streaming"]
-    for axis in drawn[0].axes:
-        styles = [line.get_linestyle() for line in axis.get_lines()]
-        assert styles == ["-", "-", "--", "--"]
-        ticks = [*axis.get_yticklabels(which="both"), *axis.get_xticklabels(which="both")]
-        assert not any("$" in label.get_text() for label in ticks), "numbers for people, no mathtext"

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from offload_decode.common.errors import CorpusError
+from offload_decode.evals.contender import label
 from offload_decode.evals.haystack import Haystack, python_topics
 from tests.tiny import tiny_tokenizer
 
@@ -53,3 +54,7 @@ def test_a_python_without_topics_is_said_to_be_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(CorpusError, match="complete installation"):
         python_topics()
+
+
+def test_lengths_are_labelled_by_the_unit_that_divides_them() -> None:
+    assert [label(n) for n in (300, 2048, 3000, 1 << 20)] == ["300", "2K", "3,000", "1M"]

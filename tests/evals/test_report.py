@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +15,6 @@ from bs4 import BeautifulSoup
 from playwright.sync_api import Browser
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
 from offload_decode.evals.plots import Line, Point, lines_svg, shares_svg
 from offload_decode.evals.report.blocks import cut
 from offload_decode.evals.report.page import page
@@ -141,23 +139,32 @@ def test_a_large_run_makes_a_small_page(tmp_path: Path) -> None:
     assert len(page([run]).encode()) < 1_500_000
 
 
-def test_needle_grids_and_fidelity_are_shown_too(tmp_path: Path) -> None:
-    plan = GridPlan((2048, 4096), (0.0, 0.5), "topk", {"budget": "64"})
-    said = {share: ScoredText(EVIL, share) for share in (0.0, 1.0)}
-    cells = tuple(
-        Cell(length, depth, 0, length, "?", "1", said[1.0], said[depth * 2], said[0.0])
-        for length, depth in product(plan.lengths, plan.depths)
-    )
-    (tmp_path / "needle.json").write_text(json.dumps(NeedleGrid(plan, MADE_WITH, cells).to_json(), indent=1))
-    spread = {"p50": 0.1, "p95": 0.2}
-    entry = {"label": EVIL, "budget": "64", "attended": 64.0, "agreement": {"kl_mean": 0.01, "top1": 0.9}}
-    entry["live"] = {"recall": 0.8, "mass": 0.95, "error": spread}
-    found = {"configuration": {"model": "m"}, "entries": [entry], "failures": []}
+def test_fidelity_is_a_table_and_four_plots(tmp_path: Path) -> None:
+    entries = [
+        {
+            "label": label,
+            "budget": str(attended),
+            "attended": float(attended),
+            "agreement": {"kl_mean": kl, "top1": 0.9},
+            "live": {"recall": 0.8, "mass": 0.95, "error": {"p50": 0.1, "p95": 0.2}},
+        }
+        for label, attended, kl in (
+            ("dense", 2048, 0.0),
+            (EVIL, 64, 0.01),
+            (EVIL, 256, 0.0),
+            ("topk", 64, 0.2),
+        )
+    ]
+    found = {"configuration": {"model": "m"}, "entries": entries, "failures": []}
     (tmp_path / "fidelity.json").write_text(json.dumps(found))
-    read = parsed(page([tmp_path / "needle.json", tmp_path / "fidelity.json"]))
-    for said_there in ("control: needle taken out", "topk, budget 64", "2K", "fidelity to exact attention"):
-        assert said_there in read.text
+    read = parsed(page([tmp_path / "fidelity.json"]))
+    assert "Fidelity to exact attention" in read.text
     assert not read.find_all("script")
+    told = [image["alt"] for image in read.select("img.plot")]
+    assert len(told) == 4
+    assert all("topk: " in alt and "dense" not in alt for alt in told)
+    assert "0.01 at 64" in told[3]
+    assert "0 at 256" not in told[3], "a logarithmic scale has no 0"
 
 
 def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
@@ -231,9 +238,9 @@ def test_intervals_and_bands_are_where_their_values_are() -> None:
         (None, "there are no results"),
         ("[]", "does not say what was measured"),
         ("{", "is no file of an evaluation"),
-        ('{"configuration": {}}', "neither cells nor entries"),
-        ('{"configuration": {}, "cells": [{"dense": {"score": 7}}]}', "cells are not whole"),
-        ('{"configuration": {}, "entries": [3]}', "entries are not whole"),
+        ('{"configuration": {}}', "is no fidelity.json of this release"),
+        ('{"configuration": {}, "cells": [{"dense": {"score": 7}}]}', "asked anew with `eval needle`"),
+        ('{"configuration": {}, "entries": [3]}', "is no fidelity.json of this release"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, why: str) -> None:

@@ -1,4 +1,4 @@
-"""The parts of the report about likelihoods, sparsity, needle grids and fidelity."""
+"""The parts of the report about likelihoods, sparsity and fidelity."""
 
 import math
 from collections import defaultdict
@@ -13,8 +13,8 @@ from offload_decode.evals.plots import Line, Point
 from offload_decode.evals.report import blocks as show
 from offload_decode.evals.report.blocks import Block, Part, count, pictures, plot, table
 from offload_decode.evals.runs import Results, grouped
-from offload_decode.evals.stats import Estimate, wilson
-from offload_decode.evals.summary import of_needles, percent, without_budget
+from offload_decode.evals.stats import Estimate
+from offload_decode.evals.summary import percent, without_budget
 
 
 def likelihood(found: Results, lines: Sequence[Likelihood]) -> list[Part]:
@@ -167,33 +167,19 @@ def _correlation(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.2f}".replace("-", "−")
 
 
-def needles(found: Mapping[str, Any]) -> tuple[str, list[str], list[Part]]:
-    """Grids of length and depth, and whether the needles found mean anything."""
-    given = found["configuration"]
-    options = [f"{name} {value}" for name, value in given.get("options", {}).items()]
-    titles = {"dense": "dense", "selected": ", ".join([str(given["selector"]), *options])}
-    titles["control"] = "control: needle taken out"
-    depths = {at: f"{100 * at:.4g} %" for at in sorted({float(cell["depth"]) for cell in found["cells"]})}
-    every, grids = [], []
-    for panel, title in titles.items():
-        scores: dict[tuple[int, float], list[float]] = defaultdict(list)
-        for cell in found["cells"]:
-            scores[int(cell["length"]), float(cell["depth"])].append(score := float(cell[panel]["score"]))
-            if not 0 <= score <= 1:
-                raise ValueError(f"a score of {score}")
-        by_length = grouped(sorted(scores), lambda place: place[0]).values()
-        means = [wilson([score for place in own for score in scores[place]]) for own in by_length]
-        every.append([score for own in scores.values() for score in own])
-        grids.append(show.grid(title, scores, depths, [["all", *map(show.share_cell, means)]]))
-    note = "Accuracy in %, by length in tokens and depth, with 95 % intervals."
-    parts: list[Part] = [("Needles by length and depth", [note, {"kind": "grids", "tables": grids}])]
-    return "needle in a haystack", of_needles(every[:2], every[2]), parts
+_FIDELITY: tuple[tuple[str, Callable[[Any], float], bool], ...] = (
+    ("output error in %, median", lambda entry: 100 * entry["live"]["error"]["p50"], True),
+    ("attention mass in %", lambda entry: 100 * entry["live"]["mass"], False),
+    ("recall in %", lambda entry: 100 * entry["live"]["recall"], False),
+    ("KL in nats", lambda entry: entry["agreement"]["kl_mean"], True),
+)
+"""What is drawn of an entry, and whether on a logarithmic scale."""
 
 
-def fidelity(found: Mapping[str, Any]) -> tuple[str, list[str], list[Part]]:
-    """A table of selectors by budget."""
+def fidelity(entries: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """A table of selectors by budget, and their measures by tokens attended."""
     rows = []
-    for entry in found["entries"]:
+    for entry in entries:
         live, agreement = entry["live"], entry["agreement"]
         shares = [live["recall"], live["mass"], live["error"]["p50"], live["error"]["p95"]]
         named = [str(entry["label"]), str(entry["budget"]), count(float(entry["attended"]))]
@@ -206,4 +192,21 @@ def fidelity(found: Mapping[str, Any]) -> tuple[str, list[str], list[Part]]:
         "and how often the likeliest next token is that of dense attention."
     )
     shown = table("Fidelity by selector and budget", [*heading, "KL, nats", "same token"], rows)
-    return "fidelity to exact attention", [], [("Selectors against exact attention", [note, shown])]
+    by_label = grouped((each for each in entries if each["label"] != DENSE), lambda each: str(each["label"]))
+    styles = show.styles_of(by_label)
+    figures = []
+    for name, value, log_y in _FIDELITY:
+        lines = [Line(label, styles[label], _measured(own, value, log_y)) for label, own in by_label.items()]
+        figures.append(plot(name, lines, _value_at, "tokens attended", log_x=True, log_y=log_y))
+    return [("Selectors against exact attention", [note, shown, pictures(figures, styles)])]
+
+
+def _measured(
+    entries: Sequence[Mapping[str, Any]], value: Callable[[Any], float], positive: bool
+) -> tuple[Point, ...]:
+    places = sorted((max(1.0, float(entry["attended"])), float(value(entry))) for entry in entries)
+    return tuple(Point(x, y, y, y) for x, y in places if y > 0 or not positive)
+
+
+def _value_at(point: Point) -> str:
+    return f"{point.y:.3g} at {count(point.x)}"

@@ -27,6 +27,7 @@ from offload_decode.evals.summary import summarize, verdict
 MOST = 256 << 20
 """Bytes of a file that is one JSON value."""
 _TITLES = {
+    "needle": "Needle in a haystack",
     "ruler": "RULER",
     "aggregate": "Tasks that need much of a text",
     "passkey": "Passkeys",
@@ -66,7 +67,7 @@ def page(paths: Sequence[Path]) -> str:
 
 
 def read(path: Path) -> Results | Mapping[str, Any]:
-    """A run, or the object in a `needle.json` or `fidelity.json`. Raises `ConfigError` for anything else."""
+    """A run, or the object in a `fidelity.json`. Raises `ConfigError` for anything else."""
     try:
         with open(open_plain(path, follow=True), "rb") as file:
             if b'"record"' in file.readline(64) or os.fstat(file.fileno()).st_size > MOST:
@@ -92,26 +93,23 @@ def _run(path: Path) -> dict[str, Any]:
     if isinstance(found, Results):
         made_with, shown = found.header.made_with, _of_results(path, found)
     else:
-        made_with, shown = found["configuration"], _of_object(path, found)
+        made_with, shown = found["configuration"], _of_fidelity(path, found)
     model = str(made_with.get("model", "?"))
     made = [str(made_with[key]) for key in ("dtype", "device") if key in made_with]
     return {"model": model, "lead": ", ".join([model, *made, path.name]), "file": path.name, **shown}
 
 
-def _of_object(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
-    show = {"cells": measures.needles, "entries": measures.fidelity}
-    name = next((name for name in show if name in found), None)
-    if name is None:
-        raise ConfigError(f"{path} is no file of an evaluation: it has neither cells nor entries")
+def _of_fidelity(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        title, warnings, shown = show[name](found)
-    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
-        file = "needle.json" if name == "cells" else "fidelity.json"
+        shown = measures.fidelity(found["entries"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        earlier = ": grids of needles are asked anew with `eval needle`" if "cells" in found else ""
         raise ConfigError(
-            f"this is no {file} of this release: its {name} are not whole ({error!r:.80})"
+            f"{path} is no fidelity.json of this release{earlier or f' ({error!r:.80})'}"
         ) from error
     shown.append(("Measured with", [pairs(found["configuration"], {"file": path.name})]))
-    return {"title": title, "warnings": warnings, "grave": True, "opening": [], "parts": shown}
+    title = "Fidelity to exact attention"
+    return {"title": title, "warnings": [], "grave": True, "opening": [], "parts": shown}
 
 
 def _of_results(path: Path, found: Results) -> dict[str, Any]:

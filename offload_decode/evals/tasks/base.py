@@ -225,18 +225,6 @@ class HiddenFacts(Task):
         """The facts in a haystack, each near its depth."""
         return insert(haystack, facts, depths)
 
-    def hide(self, rng: random.Random, filler: str, depth: float) -> tuple[str, Question]:
-        """Filler, used whole, with the facts at sentence boundaries, and the first question about them.
-
-        depth in [0, 1] is the place of the first fact, 0 the start and 1 the end of the text; other facts
-        are spread at random.
-        """
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth is a share of the text, from 0 to 1, not {depth}.")
-        episode = self.sample(rng)
-        depths = self.ordered([depth, *(rng.random() for _ in episode.facts[1:])])
-        return self.placed(filler, episode.facts, depths), episode.questions[0]
-
     def ordered(self, depths: list[float]) -> list[float]:
         """The depths as the task wants them; tasks whose facts must come in order sort them."""
         return depths

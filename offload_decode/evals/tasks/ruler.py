@@ -83,6 +83,18 @@ class InNoise(HiddenFacts):
         return "\n".join(parts).removesuffix("\n")
 
 
+def needle_at(share: float) -> Needle:
+    """The needle at a depth that is given, from 0 (the start of the text) to 1 (the end)."""
+
+    class NeedleAt(Needle):
+        name: ClassVar[str] = f"needle at {100 * share:.4g} %"
+
+        def ordered(self, depths: list[float]) -> list[float]:
+            return [share]
+
+    return NeedleAt()
+
+
 class NeedleInNoise(InNoise, Needle):
     """One number for one key, on a line of its own."""
 

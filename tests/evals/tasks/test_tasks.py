@@ -1,6 +1,7 @@
 """Tasks: facts are where they were asked to be, the control has none, a seed decides, lengths are kept."""
 
 import random
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.evals import tasks
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import HiddenFacts, insert
-from offload_decode.evals.tasks.ruler import Needle
+from offload_decode.evals.tasks.ruler import Needle, needle_at
 from tests.evals.tasks.drawn import FILLER, drawn, material
 
 EVERY = {name: tasks.get(name) for name in tasks.names() if not name.startswith("qa")}
@@ -17,33 +18,31 @@ HIDDEN = {name: task for name, task in EVERY.items() if isinstance(task, HiddenF
 TELLING = [name for name, task in EVERY.items() if task.short_answer and (not task.exact or name in HIDDEN)]
 
 
-@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize(
+    "name", [name for name, task in HIDDEN.items() if type(task).placed is HiddenFacts.placed]
+)
 def test_every_fact_is_in_the_text_once_and_nothing_else_is_changed(name: str) -> None:
-    text, question = HIDDEN[name].hide(random.Random(3), FILLER, 0.5)
-    episode = HIDDEN[name].sample(random.Random(3))
-    assert question == episode.questions[0]
-    for fact in episode.facts:
-        assert text.count(fact.strip()) == 1
-        text = text.replace(fact.strip(), "", 1)
+    facts = HIDDEN[name].sample(random.Random(3)).facts
+    text = insert(FILLER, facts, [0.5] * len(facts))
+    for fact in facts:
+        assert text.count(fact) == 1
+        text = text.replace(fact, "", 1)
     assert text.split() == FILLER.split()
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("name", ["niah_single_2", "niah_multikey_1"])
-def test_the_fact_asked_for_is_at_its_depth(name: str, depth: float) -> None:
-    text, _ = HIDDEN[name].hide(random.Random(7), FILLER, depth)
-    facts = HIDDEN[name].sample(random.Random(7)).facts
-    others = sum(map(len, facts)) / len(FILLER)
-    assert text.index(facts[0].strip()) / len(text) == pytest.approx(depth, abs=0.01 + others)
+def test_the_fact_asked_for_is_at_its_depth(depth: float) -> None:
+    context = needle_at(depth).context(random.Random(7), material(5000))
+    text = context.text.removeprefix(Needle.instruction)
+    needle = re.search(r"One of the special magic numbers for \S+ is: \d+\.", text)
+    assert needle is not None
+    assert context.depths == (depth,)
+    assert needle.start() / (len(text) - len(needle[0])) == pytest.approx(depth, abs=0.01)
+    assert "magic numbers for" not in context.control
 
 
 def test_a_needle_goes_between_two_sentences() -> None:
     assert insert("One. Two. Three.", ["Here."], [0.3]) == "One. Here. Two. Three."
-
-
-def test_a_depth_outside_the_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="share of the text"):
-        Needle().hide(random.Random(0), FILLER, 1.5)
 
 
 def test_numbers_are_not_those_of_training() -> None:
