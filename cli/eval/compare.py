@@ -28,14 +28,13 @@ def compare(
     of texts, and are corrected for these means alone.
     """
     from offload_decode.evals import runs
-    from offload_decode.evals.compare import compare, sentence
+    from offload_decode.evals.compare import compare
 
     found = compare(runs.read(first), runs.read(second))
     if as_json:
-        output.answer_json(_plain(found) | {"verdict": sentence(found)})
+        output.answer_json(_plain(found))
         return
     output.answer(output.table([_HEADING, *map(_row, (*found.means, *found.changes))]))
-    output.answer(sentence(found))
     for line in _notes(found):
         output.note(line, quiet)
 
@@ -99,10 +98,10 @@ def report(
 ) -> None:
     """Show runs on one page.
 
-    The page needs nothing from elsewhere: it can be opened, printed and sent as it is. First it says whether
-    the model does better than chance, and shows the worst task and the mean; then accuracy with intervals by
-    task and budget, against tokens loaded, and by depth; likelihoods and sparsity where they were measured;
-    speed; answers that were wrong; and what each was measured with.
+    The page needs nothing from elsewhere: it can be opened, printed and sent as it is. It shows the worst
+    task and the mean; accuracy with intervals by task and budget, against tokens loaded, and by depth;
+    likelihoods, sparsity and fidelity where they were measured; speed; answers that were wrong; and what each
+    was measured with.
     """
     if out.exists() and not force:
         raise ConfigError(f"{out} exists already: choose another --out, or say --force")

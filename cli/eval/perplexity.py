@@ -104,7 +104,7 @@ def perplexity(
 def _text(results: Results) -> str:
     """The table of all ways, what share is the chunk's own, and in the sliding fashion NLL by position."""
     from offload_decode.evals.contender import DENSE
-    from offload_decode.evals.perplexity import at_chance, likelihoods
+    from offload_decode.evals.perplexity import likelihoods
 
     rows = [["way", "stored", "NLL", "perplexity", "more than dense", "interval", "attended", "tokens"]]
     notes = []
@@ -125,7 +125,7 @@ def _text(results: Results) -> str:
                 f"behind {stored} tokens, {line.tail_share:.1%} of dense attention goes to the chunk itself, "
                 "which all selectors attend to whole"
             )
-    parts = [output.table(rows), *notes, *at_chance(found)]
+    parts = [output.table(rows), *notes]
     return "\n".join([*parts, "", output.table(_curve(results))] if sliding else parts)
 
 

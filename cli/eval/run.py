@@ -249,16 +249,13 @@ def rehearse(
 
 
 def show(results: Results, as_json: bool, quiet: bool, told: Callable[[Results], str] | None = None) -> None:
-    """What is `told` of a run, its table and what it comes to, or all of it as JSON; then where it is."""
-    from offload_decode.evals.summary import rows, summarize, verdict
+    """What is `told` of a run, or its table, or all of it as JSON; then where it is."""
+    from offload_decode.evals.summary import rows, summarize
 
     if as_json:
         output.answer_json({**asdict(results.header), "records": results.records})
-    elif told is not None:
-        output.answer(told(results))
     else:
-        summary = summarize(results)
-        output.answer("\n".join([output.table(rows(summary)), *verdict(summary)]))
+        output.answer(output.table(rows(summarize(results))) if told is None else told(results))
     output.note(f"{results.path}: see it with `offload-decode eval report {results.path}`", quiet)
 
 

@@ -13,10 +13,7 @@ from offload_decode.cli.options import option, with_groups
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results
-    from offload_decode.evals.sparsity import Prediction, Question, Sparse
-
-
-_SHARES = ("75", "90", "95", "99")
+    from offload_decode.evals.sparsity import Prediction, Question
 
 
 @with_groups
@@ -54,25 +51,18 @@ def sparsity(
 
 
 def _text(results: Results) -> str:
-    from offload_decode.evals.sparsity import left_out, predictions, questions, sparse_by
+    from offload_decode.evals.sparsity import HEADING, left_out, predictions, questions, sparse_by
 
     asked = questions(results)
     by_task = sparse_by(results, lambda record: (record.task, record.length))
     by_layer = sparse_by(results, lambda record: record.layer)
-    heading = ["75 %", "90 %", "median head", "95th head", "95 %", "99 %", "entropy", "effective"]
-    tasks = [["task", "tokens", *heading, "needed", "of them", "dense score"]]
+    tasks = [["task", "tokens", *HEADING, "needed", "of them", "dense score"]]
     for (task, length), sparse in by_task.items():
         own = [one for one in asked if (one.asked.task, one.asked.length) == (task, length)]
-        tasks.append([task, f"{length:,}", *_cells(sparse), *_needed(own)])
-    layers = [["layer", *heading], *([str(layer), *_cells(own)] for layer, own in by_layer.items())]
+        tasks.append([task, f"{length:,}", *sparse.cells(), *_needed(own)])
+    layers = [["layer", *HEADING], *([str(layer), *own.cells()] for layer, own in by_layer.items())]
     parts = [output.table(tasks), "", output.table(layers), "", output.table(_predicted(predictions(asked)))]
     return "\n".join([*parts, *left_out(asked)])
-
-
-def _cells(sparse: Sparse) -> list[str]:
-    (n75, _, _), (n90, middle, late), (n95, _, _), (n99, _, _) = (sparse.keys[p] for p in _SHARES)
-    counts = [f"{count:,.0f}" for count in (n75, n90, middle, late, n95, n99)]
-    return [*counts, f"{sparse.entropy:.2f}", f"{sparse.effective:,.0f}"]
 
 
 def _needed(asked: Sequence[Question]) -> list[str]:

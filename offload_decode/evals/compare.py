@@ -1,6 +1,6 @@
 """Two runs side by side: which cells changed, and whether by more than noise."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from statistics import fmean
@@ -99,30 +99,6 @@ def compare(first: Results, second: Results) -> Comparison:
 def _only(one: Summary, other: Summary) -> tuple[str, ...]:
     places = [place for place in one.by_place if place not in other.by_place]
     return tuple(f"{task}, {length:,} tokens, {way}" for task, length, way in places)
-
-
-def sentence(comparison: Comparison) -> str:
-    """The whole comparison in a sentence or two."""
-    told = [_told(comparison.changes, "cell", "cells")]
-    if comparison.means:
-        told.insert(0, _told(comparison.means, "mean over all tasks", "means over all tasks"))
-    if not any(change.more_than_noise for change in comparison.changes):
-        widest = max(max(abs(each.change.low), abs(each.change.high)) for each in comparison.changes)
-        told.append(
-            f"That is not to say that there is none: changes of up to {100 * widest:.0f} points would fit "
-            "these runs."
-        )
-    return " ".join(told)
-
-
-def _told(found: Sequence[Change], one: str, several: str) -> str:
-    better = [each for each in found if each.more_than_noise and each.change.mean > 0]
-    worse = [each for each in found if each.more_than_noise and each.change.mean < 0]
-    every = f"the one {one}" if len(found) == 1 else f"the {len(found):,} {several}"
-    if not better and not worse:
-        return f"No change in {every} is more than noise."
-    parts = [f"{len(some):,} {name}" for some, name in ((worse, "worse"), (better, "better")) if some]
-    return f"Of {every}, {' and '.join(parts)} by more than noise (p < 0.05, corrected for all {several})."
 
 
 def _means(cells: Iterable[tuple[Cell, Cell, list[Key]]]) -> Iterator[Change]:

@@ -6,8 +6,7 @@ from typing import Any
 from offload_decode.common.errors import ConfigError
 
 STATISTICS = ("scipy.stats", "statsmodels.stats.proportion")
-PICTURES = ("matplotlib",)
-REPORT = (*STATISTICS, *PICTURES, "jinja2")
+REPORT = (*STATISTICS, "matplotlib", "jinja2")
 
 
 def library(name: str) -> Any:

@@ -266,15 +266,12 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Point:
-    """One way over a stretch of the text: predicted tokens from `first` to `last`, the mean NLL there, and by
-    how much it is above that of dense attention.
-    """
+    """One way over a stretch of the text: predicted tokens from `first` to `last`, and the mean NLL there."""
 
     way: str
     first: int
     last: int
     nll: float
-    more: Estimate
 
 
 @dataclass(frozen=True)
@@ -321,30 +318,17 @@ def _nll(records: Sequence[NllRecord], dense: Sequence[NllRecord]) -> tuple[floa
     return float(np.concatenate(ours).mean()), more
 
 
-def at_chance(found: Sequence[Likelihood]) -> list[str]:
-    """A sentence where dense attention predicts no better than how often each token has come before."""
-    lost = [each.length for each in found if each.way == UNIGRAM and (each.more.low or 0.0) <= 0]
-    if not lost:
-        return []
-    at = ", ".join(f"{length:,}" for length in lost)
-    return [
-        f"At {at} tokens this model predicts the text no better than counts of its tokens do ({UNIGRAM}): "
-        "nothing here says anything about a selector."
-    ]
-
-
 def curve(results: Results, points: int = 32) -> list[Point]:
     """NLL by position: for each way at most so many stretches of whole chunks, about equally long."""
     found = []
     for ways in _by_length(results).values():
         for way, records in ways.items():
-            pairs = list(zip(records, ways[DENSE], strict=True))
-            pairs.sort(key=lambda pair: (pair[0].first, pair[0].place))
-            chunks = grouped(pairs, lambda pair: pair[0].first)
+            chunks = grouped(sorted(records, key=lambda record: record.first), lambda record: record.first)
             for stretch in np.array_split(list(chunks), min(points, len(chunks))):
-                ours, dense = zip(*(pair for at in stretch for pair in chunks[at]), strict=True)
-                last = max(record.first + len(record.nll) - 1 for record in ours)
-                found.append(Point(way, int(stretch[0]), last, *_nll(ours, dense)))
+                own = [record for at in stretch for record in chunks[at]]
+                last = max(record.first + len(record.nll) - 1 for record in own)
+                mean = fmean(nats for record in own for nats in record.nll)
+                found.append(Point(way, int(stretch[0]), last, mean))
     return found
 
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Any
 
 from offload_decode.evals.contender import DENSE
@@ -114,25 +113,6 @@ def lines_svg(
         axis.set_xlabel(across)
         axis.grid(axis="y", color=_GRID, linewidth=0.8)
         axis.set_axisbelow(True)
-        return _svg(figure)
-
-
-def shares_svg(rows: Sequence[tuple[str, Share, Share | None]]) -> str:
-    """The worst task (a diamond) and the mean (a dot) of every way, from 0 to 100 %, as a data URI."""
-    with _figure((6.4, 0.9 + 0.34 * len(rows))) as figure:
-        axis = figure.subplots()
-        for place, (_, worst, mean) in enumerate(rows):
-            for share, colour, marker in ((mean, _COLOURS[2], "o"), (worst, _COLOURS[1], "D")):
-                if share is not None:
-                    reach = [[share.mean - share.low], [share.high - share.mean]]
-                    shown = {"color": colour, "marker": marker, "markersize": 5}
-                    axis.errorbar([share.mean], [place], xerr=reach, **shown)
-        axis.set_yticks(range(len(rows)), [visible(fill(name, 34)) for name, _, _ in rows], fontsize=8)
-        axis.set_ylim(len(rows) - 0.5, -0.5)
-        axis.set_xlim(-0.02, 1.02)
-        axis.set_xticks(**_PERCENT)
-        axis.set_xlabel("accuracy in %")
-        axis.grid(axis="x", color=_GRID, linewidth=0.8)
         return _svg(figure)
 
 

@@ -174,6 +174,9 @@ class LayerRecord:
     keys: Annotated[dict[Literal["75", "90", "95", "99"], Keys], Field(min_length=len(NAMES))]
 
 
+HEADING = [*(f"{name} %" for name in NAMES), "90 %: median head", "95th head", "entropy", "effective"]
+
+
 @dataclass(frozen=True)
 class Sparse:
     """Of a group of records: the mean entropy in nats; and the stored tokens that hold each of `NAMES`
@@ -188,6 +191,12 @@ class Sparse:
     def effective(self) -> float:
         """The effective number of keys, exp(entropy)."""
         return math.exp(self.entropy)
+
+    def cells(self) -> list[str]:
+        """What tables show of it, under `HEADING`."""
+        means = [f"{mean:,.0f}" for mean, _, _ in self.keys.values()]
+        _, middle, late = self.keys["90"]
+        return [*means, f"{middle:,.0f}", f"{late:,.0f}", f"{self.entropy:.2f}", f"{self.effective:,.0f}"]
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,9 @@ def wilson(scores: Sequence[float]) -> Share:
     """Wilson's score interval (Wilson 1927) of the mean of scores from 0 to 1, at least one. For scores
     between it is too wide rather than too narrow: of those with a given mean, 0 and 1 vary most.
     """
-    return wilson_of(fmean(scores), len(scores))
-
-
-def wilson_of(mean: float, count: int, confidence: float = CONFIDENCE) -> Share:
-    """`wilson`, of so many scores with that mean."""
+    mean, count = fmean(scores), len(scores)
     interval = library("statsmodels.stats.proportion").proportion_confint
-    low, high = interval(mean * count, count, alpha=1 - confidence, method="wilson")
+    low, high = interval(mean * count, count, alpha=1 - CONFIDENCE, method="wilson")
     return Share(mean, count, min(mean, max(0.0, float(low))), max(mean, min(1.0, float(high))))
 
 
@@ -110,26 +106,6 @@ def unpaired(first: Sequence[float], second: Sequence[float]) -> float:
     table = [[sum(scores), len(scores) - sum(scores)] for scores in (first, second)]
     squared, count = stats.chi2_contingency(table, correction=False).statistic, len(first) + len(second)
     return float(stats.chi2.sf(squared * (count - 1) / count, 1))
-
-
-def larger(first: Share, second: Share) -> float:
-    """One-sided p that the first of two means is larger by chance: Fisher's exact test, in which sums of
-    scores are rounded against it. Intervals mislead here: one right answer of twenty lifts the lower limit of
-    Wilson's above 0.
-    """
-    hits = math.floor(first.mean * first.count + 1e-6)
-    others = math.ceil(second.mean * second.count - 1e-6)
-    table = [[hits, first.count - hits], [others, second.count - others]]
-    return float(library("scipy.stats").fisher_exact(table, alternative="greater").pvalue)
-
-
-def exceeding(scores: Sequence[float], most: float, others: int) -> float:
-    """One-sided p that so many of these scores are above each of so many others, of which the largest is
-    `most`, by chance: in one order of all, scores drawn alike stand anywhere (Rosenbaum 1954). It tells more
-    than `larger` of scores between 0 and 1: half of four lists right is more than two lucky answers of four.
-    """
-    above = sum(score > most + 1e-9 for score in scores)
-    return float(library("scipy.stats").hypergeom.pmf(above, len(scores) + others, len(scores), above))
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -29,20 +29,16 @@ def test_what_is_no_run_makes_no_page(tmp_path):
     assert not out.exists()
 
 
-def test_a_comparison_is_a_table_a_sentence_and_json(tmp_path):
+def test_a_comparison_is_a_table_and_json(tmp_path):
     runs = [write_run(tmp_path / f"{share}.jsonl", share, questions=40) for share in (0.2, 0.9)]
     ran = done("eval", "compare", *runs)
     lines = ran.out.splitlines()
-    assert lines[-1] == (
-        "Of the 10 means over all tasks, 10 better by more than noise (p < 0.05, corrected for all means "
-        "over all tasks). Of the 30 cells, 30 better by more than noise (p < 0.05, corrected for all cells)."
-    )
     assert lines[1].startswith("mean of 3 tasks")
-    assert all(line.endswith("more than noise") for line in lines[1:-1])
+    assert len(lines) == 1 + 10 + 30
+    assert all(line.endswith("more than noise") for line in lines[1:])
     assert "bytes moved a token: 1 times as many" in ran.err
     told = run("eval", "compare", *runs, "--json", "-q")
     assert told.err == ""
     found = json.loads(told.out)
     assert (len(found["means"]), len(found["changes"])) == (10, 30)
-    assert found["verdict"] == lines[-1]
     assert "there are no results at" in refused(2, "eval", "compare", runs[0], tmp_path / "none.jsonl")

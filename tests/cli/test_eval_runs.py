@@ -74,7 +74,7 @@ def test_ruler_asks_what_is_named(home, out):
     ran = done("eval", "ruler", "--model", home / "model", *small, "--out", out)
     assert read(out).header.configuration["contenders"] == ["dense", "topk:budget=8", "topk:budget=2%"]
     assert read(out).header.configuration["prefill"]["indexes"] == ["clusters"]
-    assert "could not be told from chance" in ran.out  # one question is too few
+    assert ran.out.splitlines()[1].startswith("niah_single_2")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.evals.compare import Comparison, compare, sentence
+from offload_decode.evals.compare import Comparison, compare
 from offload_decode.evals.runs import read as read_run
 from offload_decode.evals.stats import holm, paired, unpaired
 from tests.evals.made_up import MADE_WITH, WAYS, write_run
@@ -91,7 +91,6 @@ def test_a_change_is_found_in_pairs_and_named(tmp_path: Path) -> None:
     assert found.changes[: len(noisy)] == tuple(noisy)
     assert all(change.pairs == 60 for change in found.changes)
     assert all(change.change.low <= change.change.mean <= change.change.high < 0 for change in noisy)
-    assert "Of the 30 cells, 2 worse by more than noise" in sentence(found)
     together = [mean for mean in found.means if mean.more_than_noise]
     assert {mean.way for mean in together} == {"topk:budget=64"}
     assert all(mean.change.low <= mean.change.mean <= mean.change.high < 0 for mean in together)
@@ -109,19 +108,16 @@ def test_few_questions_of_many_tasks_tell_together(tmp_path: Path, luck: int) ->
     (mean,) = found.means
     assert (mean.before, mean.after, mean.pairs) == (1, 0, 0 if luck else 12)
     assert mean.p == pytest.approx(2 / 2**12) if luck == 0 else mean.p < 1e-4
-    assert sentence(found).startswith("Of the one mean over all tasks, 1 worse by more than noise (p < 0.05")
 
 
 def test_one_task_has_no_mean(tmp_path: Path) -> None:
     found = two(tmp_path, 0.9, 0.9, {"tasks": ["vt"]}, {"tasks": ["vt"]})
     assert not found.means
-    assert sentence(found).startswith("No change")
 
 
 def test_pairs_need_the_same_questions_of_the_same_text(tmp_path: Path) -> None:
     again = two(tmp_path, 0.9, 0.9, {}, {})
     assert all(change.pairs == 20 and change.p == 1.0 for change in again.changes)
-    assert "No change in the 30 cells is more than noise" in sentence(again)
     (tmp_path / "other").mkdir()
     run = write_run(tmp_path / "other" / "b.jsonl", 0.9)
     run.write_text(run.read_text().replace("ab" * 32, "cd" * 32))

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.evals import perplexity, runs
+from offload_decode.evals import runs
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.perplexity import NLL, Likelihood, Perplexity, PerplexityPlan, behind_store
+from offload_decode.evals.perplexity import NLL, Perplexity, PerplexityPlan, behind_store
 from offload_decode.evals.runs import Record, Results
-from offload_decode.evals.stats import Estimate
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.append import GrowingStore
 from offload_decode.prefill_jobs.job import Settings
@@ -120,17 +119,6 @@ def test_counts_are_no_model(slid: Results) -> None:
     wanted = [math.log((n + vocabulary) / (whole[:n].count(token) + 1)) for n, token in enumerate(whole) if n]
     assert found == pytest.approx(wanted, abs=1e-5)
     assert {record["attended"] for record in of(slid, "unigram")} == {None}
-    (sentence,) = perplexity.at_chance(perplexity.likelihoods(slid))
-    assert "no better than counts" in sentence
-
-
-def test_a_model_that_predicts_more_than_counts_is_not_at_chance() -> None:
-    def line(way: str, more: float) -> Likelihood:
-        return Likelihood(way, 90, 89, 1.0, math.e, Estimate(more, more - 0.1, more + 0.1), None, None)
-
-    assert perplexity.at_chance([line("dense", 0.0), line("unigram", 0.5)]) == []
-    assert perplexity.at_chance([line("dense", 0.0), line("unigram", 0.05)])
-    assert perplexity.at_chance([line("dense", 0.0), line("unigram", -0.5)])
 
 
 def test_no_token_chooses_by_what_comes_after_it(loaded: LoadedModel, tmp_path: Path) -> None:

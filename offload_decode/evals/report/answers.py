@@ -7,13 +7,12 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from offload_decode.evals import plots
 from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.plots import Line, Point
 from offload_decode.evals.report import blocks as show
 from offload_decode.evals.report.blocks import Block, Part, Value, count, table
 from offload_decode.evals.runs import AnswerRecord, QuestionRecord, grouped
-from offload_decode.evals.summary import Cell, Summary, budget_of, percent
+from offload_decode.evals.summary import Cell, Summary, percent
 
 _COLUMNS = 6  # tasks side by side: as many as a sheet of paper is wide
 _DEPTHS = 5  # parts of a text
@@ -26,47 +25,34 @@ def headline(summary: Summary) -> list[Block]:
     several = len(summary.tasks) > 1
     heading = ["way of answering", "worst, %" if several else "%", "95 %", "task"]
     heading += ["mean, %", "95 %"] if several else []
-    groups, figures = {}, []
+    groups = {}
     for length, heads in grouped(summary.headlines(), lambda head: head.length).items():
         rows = []
         for head in heads:
             worst = head.worst.score
-            row = [head.way, Value(percent(worst.mean), strong=True, chance=head.worst.at_chance)]
+            row = [head.way, Value(percent(worst.mean), strong=True)]
             row += [show.interval(worst), Value(head.worst.task, left=True)]
             row += [percent(head.mean.mean), show.interval(head.mean)] if several else []
             rows.append([*row, count(fmean(cell.attended for cell in summary.at(length, head.way)))])
-        title = f"{label(length)} tokens"
-        groups[title] = rows
-        source = plots.shares_svg([(h.way, h.worst.score, h.mean if several else None) for h in heads])
-        told = "the accuracies of the table above, on a scale from 0 to 100 %"
-        figures.append(show.picture(f"{title}{', ◆ worst, ● mean' if several else ''}", told, source))
+        groups[f"{label(length)} tokens"] = rows
     counts = sorted({cell.score.count for cell in summary.cells})
     asked = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     tasks = f"{len(summary.tasks)} tasks, " if several else ""
     return [
         table("The worst task and the mean", [*heading, "tokens attended"], groups, ways=True),
-        {"kind": "note", "text": f"{tasks}{asked} questions for each task and length. {_seeds(summary)}"},
-        show.pictures(figures),
+        f"{tasks}{asked} questions for each task and length. {_seeds(summary)}",
     ]
 
 
 def _seeds(summary: Summary) -> str:
     seeds = sorted({seed for cell in summary.cells for seed in cell.seeds})
-    if len(seeds) < 2:
-        return f"Seed {seeds[0]}."
-    most = max(summary.cells, key=lambda cell: cell.spread)
-    typical = fmean(cell.spread for cell in summary.cells)
-    return (
-        f"Seeds {', '.join(map(str, seeds))} are pooled; their means lie {100 * typical:.1f} points apart on "
-        f"average, and {100 * most.spread:.1f} at most ({most.task}, {label(most.length)}, {most.way})."
-    )
+    return f"Seed {seeds[0]}." if len(seeds) == 1 else f"Seeds {', '.join(map(str, seeds))} are pooled."
 
 
 def answered(answers: Answers, summary: Summary) -> list[Part]:
     parts = [
         ("Accuracy by task and budget", _by_task(summary)),
         ("Accuracy against tokens loaded", _against_tokens(summary)),
-        ("Budgets that do as well as dense attention", _reaching(summary)),
         ("Accuracy by length and depth", _depths(answers, summary)),
         ("Speed", _speed(summary)),
         ("Answers that were wrong", _wrong(answers)),
@@ -80,7 +66,7 @@ def _by_task(summary: Summary) -> list[Block]:
         "answers, RULER’s string match and SQuAD’s exact match and F1, and the share of dense attention’s "
         "accuracy where that is at least 90 %."
     )
-    blocks: list[Block] = [{"kind": "note", "text": legend}]
+    blocks: list[Block] = [legend]
     for length in summary.lengths:
         by_task = grouped((cell for cell in summary.cells if cell.length == length), lambda cell: cell.task)
         tasks = sorted(by_task, key=lambda task: fmean(cell.score.mean for cell in by_task[task]))
@@ -110,7 +96,7 @@ def _accuracy(cell: Cell | None) -> Value | str:
     if cell.ratio is not None:
         below.append(f"{100 * cell.ratio:.0f} % of dense")
     score = cell.score
-    return Value(percent(score.mean), show.interval(score), tuple(below), True, score.mean, cell.at_chance)
+    return Value(percent(score.mean), show.interval(score), tuple(below), True, score.mean)
 
 
 def _against_tokens(summary: Summary) -> list[Block]:
@@ -126,14 +112,14 @@ def _against_tokens(summary: Summary) -> list[Block]:
         }
         if cells:
             lines = [Line(family, styles[family], tuple(map(_point, own))) for family, own in cells.items()]
-            chance = (dense or [*cells.values()][-1][0]).chance.mean
+            chance = (dense or [*cells.values()][-1][0]).chance
             more, band = (f"; {DENSE}: {100 * dense.score.mean:.0f} %", dense.score) if dense else ("", None)
             how: dict[str, Any] = {"log_x": True, "percent": True, "band": band, "rule": chance}
             caption = f"{task}, {label(length)} tokens"
             figures.append(show.plot(caption, lines, _share_at, "tokens attended", more, **how))
     note = (
         "Accuracy in %, by the stored tokens attended to, a step, layer and head; bars are 95 % intervals. "
-        "The dotted line is chance."
+        "The dotted line is what guesses score, or the control where that is more."
     )
     return [note, show.pictures(figures, styles, band=True)] if figures else []
 
@@ -144,26 +130,6 @@ def _point(cell: Cell) -> Point:
 
 def _share_at(point: Point) -> str:
     return f"{100 * point.y:.0f} % at {count(point.x)}"
-
-
-def _reaching(summary: Summary) -> list[Block]:
-    found = summary.reaching()
-    families = list(dict.fromkeys(family for reached in found.values() for family in reached))
-    groups: dict[str, list[list[str]]] = defaultdict(list)
-    for length, task in product(summary.lengths, summary.tasks):
-        if reached := found.get((task, length)):
-            row = [_reached(reached[family]) if family in reached else "–" for family in families]
-            groups[f"{label(length)} tokens"].append([task, *row])
-    note = (
-        "The smallest budget from which on every budget that was measured scores at least 99 % of dense "
-        "attention, for tasks in which that is at least 90 %. A few hundred questions do not tell 99 % from "
-        "97 %: look at the intervals."
-    )
-    return [note, table("Budgets that suffice", ["task", *families], groups)] if families else []
-
-
-def _reached(cell: Cell | None) -> str:
-    return "none" if cell is None else budget_of(cell.way) or count(cell.attended)
 
 
 def _depths(answers: Answers, summary: Summary) -> list[Block]:
@@ -218,19 +184,15 @@ def _byte_size(amount: float) -> str:
 
 def _wrong(answers: Answers) -> list[Block]:
     """A few answers that were wrong, so that a reader can judge the scorer too."""
-    examples: dict[str, list[Block]] = defaultdict(list)
-    seen: dict[str, int] = defaultdict(int)
-    rng = random.Random(0)
-    for asked, replies in answers:
-        wrong = [said for said in replies if said.score < 1 and not said.control]
-        if wrong:
-            seen[asked.task] += 1
-            kept = examples[asked.task]
-            # Each wrongly answered question is as likely as the next to be shown.
-            place = len(kept) if len(kept) < _EXAMPLES else rng.randrange(seen[asked.task])
-            if place < _EXAMPLES:
-                kept[place : place + 1] = [_example(asked, rng.choice(wrong))]
-    tasks = [(task, f"{seen[task]:,}", kept) for task, kept in examples.items()]
+    found = [
+        (asked, wrong)
+        for asked, replies in answers
+        if (wrong := [said for said in replies if said.score < 1 and not said.control])
+    ]
+    rng, tasks = random.Random(0), []
+    for task, own in grouped(found, lambda pair: pair[0].task).items():
+        drawn = rng.sample(own, min(_EXAMPLES, len(own)))
+        tasks.append((task, f"{len(own):,}", [_example(asked, rng.choice(wrong)) for asked, wrong in drawn]))
     return ["Drawn at random.", {"kind": "examples", "tasks": tasks}] if tasks else []
 
 

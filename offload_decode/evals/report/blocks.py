@@ -26,7 +26,6 @@ class Value:
     below: tuple[str, ...] = ()
     strong: bool = False
     share: float | None = None
-    chance: bool = False
     left: bool = False
 
 
@@ -69,11 +68,8 @@ def plot(
 ) -> dict[str, str]:
     """A picture of lines, told to a screen reader point by point; `how` as `plots.lines_svg` has it."""
     told = "; ".join(f"{line.name}: {', '.join(map(said, line.points))}" for line in lines)
-    return picture(caption, told + more, plots.lines_svg(lines, across, **how))
-
-
-def picture(caption: str, told: str, source: str) -> dict[str, str]:
-    return {"caption": caption, "alt": f"{caption}: {told}", "src": source}
+    source = plots.lines_svg(lines, across, **how)
+    return {"caption": caption, "alt": f"{caption}: {told}{more}", "src": source}
 
 
 def pictures(

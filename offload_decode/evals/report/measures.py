@@ -101,14 +101,8 @@ def _signed(number: float) -> str:
 
 def keys(found: Results) -> list[Block]:
     """Keys that hold the attention by task and by layer, and the entropy of every head."""
-    rows = []
-    for (task, length), group in sparsity.sparse_by(found, lambda one: (one.task, one.length)).items():
-        _, median, most = group.keys["90"]
-        means = [count(group.keys[name][0]) for name in sparsity.NAMES]
-        rest = [count(median), count(most), f"{group.entropy:.2f}", f"{group.effective:,.1f}"]
-        rows.append([task, label(length), *means, *rest])
-    heading = ["task", "tokens", *(f"{name} %" for name in sparsity.NAMES), "90 %, median head"]
-    heading += ["90 %, 95th percentile", "entropy, nats", "exp(entropy)"]
+    by_task = sparsity.sparse_by(found, lambda one: (one.task, one.length))
+    rows = [[task, label(length), *group.cells()] for (task, length), group in by_task.items()]
     heads = sparsity.entropy_by_head(found)
     groups: dict[str, list[list[str]]] = defaultdict(list)
     for (task, layer), own in heads.items():
@@ -116,7 +110,7 @@ def keys(found: Results) -> list[Block]:
     return [
         "Stored tokens that hold so much of a head’s attention to stored tokens while dense attention writes "
         "its answer: means over layers, heads and questions.",
-        table("Keys that hold the attention, by task", heading, rows),
+        table("Keys that hold the attention, by task", ["task", "tokens", *sparsity.HEADING], rows),
         *_layers(found),
         "Entropy of each query head’s attention to stored tokens, in nats, by task and layer.",
         table("Entropy by layer and head", ["nats", *map(str, range(max(map(len, heads.values()))))], groups),

@@ -16,13 +16,12 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.common.files import NotPlain, open_plain, parse
 from offload_decode.evals import plots, runs
 from offload_decode.evals.extra import REPORT, library, require
-from offload_decode.evals.perplexity import NLL, at_chance, likelihoods
+from offload_decode.evals.perplexity import NLL, likelihoods
 from offload_decode.evals.report import answers, measures
 from offload_decode.evals.report.blocks import Block, Part, pairs
 from offload_decode.evals.runs import ANSWER, Results, questions_and_answers
 from offload_decode.evals.sparsity import SPARSITY
-from offload_decode.evals.summary import at_chance as tasks_at_chance
-from offload_decode.evals.summary import summarize, verdict
+from offload_decode.evals.summary import summarize
 
 MOST = 256 << 20
 """Bytes of a file that is one JSON value."""
@@ -88,7 +87,7 @@ def read(path: Path) -> Results | Mapping[str, Any]:
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """What is shown of a file: `warnings` first, then the `opening` blocks, then titled `parts`."""
+    """What is shown of a file: the `opening` blocks first, then titled `parts`."""
     found = read(path)
     if isinstance(found, Results):
         made_with, shown = found.header.made_with, _of_results(path, found)
@@ -109,15 +108,13 @@ def _of_fidelity(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
     shown.append(("Measured with", [pairs(found["configuration"], {"file": path.name})]))
     title = "Fidelity to exact attention"
-    return {"title": title, "warnings": [], "grave": True, "opening": [], "parts": shown}
+    return {"title": title, "opening": [], "parts": shown}
 
 
 def _of_results(path: Path, found: Results) -> dict[str, Any]:
     header = found.header
-    warnings: list[str] = []
     opening: list[Block] = []
     shown: list[Part] = []
-    grave = True
     if found.of(SPARSITY):
         shown = [
             ("Keys that hold the attention", measures.keys(found)),
@@ -125,21 +122,21 @@ def _of_results(path: Path, found: Results) -> dict[str, Any]:
         ]
     if found.of(ANSWER):
         summary = summarize(found)
-        warnings, grave = verdict(summary), len(tasks_at_chance(summary)) == len(summary.tasks)
         opening = answers.headline(summary)
         shown += answers.answered(list(questions_and_answers(found)), summary)
     if found.of(NLL):
-        lines = likelihoods(found)
-        warnings = warnings if opening else at_chance(lines)
-        shown += measures.likelihood(found, lines)
+        shown += measures.likelihood(found, likelihoods(found))
     if not shown:
         raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
+    done = f"{len(found.finished):,} of {header.units:,} parts"
+    if len(found.finished) < header.units:
+        opening.insert(0, f"The run is not finished: {done} are measured.")
     about = {
         "evaluation": header.evaluation,
         "started": header.started,
-        "finished": f"{len(found.finished):,} of {header.units:,} parts",
+        "finished": done,
         "file": path.name,
     }
     shown.append(("Measured with", [pairs(about, header.made_with, header.configuration)]))
     title = _TITLES.get(header.evaluation, header.evaluation)
-    return {"title": title, "warnings": warnings, "grave": grave, "opening": opening, "parts": shown}
+    return {"title": title, "opening": opening, "parts": shown}
