@@ -80,11 +80,10 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class Draw:
-    """Facts in their order, questions, and for each question which facts it cannot be answered without."""
+    """Facts in their order, and questions about them."""
 
     facts: tuple[Fact, ...]
     questions: tuple[Question, ...]
-    needed: tuple[tuple[int, ...], ...]
 
 
 class SpreadFacts(Task):
@@ -138,8 +137,7 @@ class SpreadFacts(Task):
             text,
             written(instead, room - material.count("\n\n".join(instead)) + taken),
             drawn.questions,
-            (None,) * len(drawn.needed),
-            tuple(material.count("\n".join(drawn.facts[i][0] for i in which)) for which in drawn.needed),
+            (None,) * len(drawn.questions),
         )
 
     def guess(self, rng: random.Random, question: Question) -> str:
@@ -187,7 +185,6 @@ class JoinStory(SpreadFacts):
         spare = [persons.pop() for _ in range(self.asked)]  # they stand in the control alone
         places = towns(rng, facts + self.asked)
         told: dict[tuple[str, str], Fact] = {}  # by person and relation: nobody has two teachers
-        chains: list[list[tuple[str, str]]] = []
         misleading: list[tuple[str, str]] = []  # the relations asked for, of the wrong person in the chain
         questions: list[Question] = []
 
@@ -203,7 +200,6 @@ class JoinStory(SpreadFacts):
             tell(a, first, b)
             tell(b, second, c, rng.choice(_RELATED[second]).format(a=other, b=unrelated))
             tell(c, place, town)
-            chains.append([(a, first), (b, second), (c, place)])
             misleading += [(a, second), (b, place), (a, place)]
             text = place.format(who=f"the {second} of the {first} of {a}") + " Name only the town."
             questions.append(Question(text, " The town is", (town,)))
@@ -214,8 +210,7 @@ class JoinStory(SpreadFacts):
                 tell(who, what, target)
         order = list(told)
         rng.shuffle(order)
-        needed = tuple(tuple(order.index(step) for step in chain) for chain in chains)
-        return Draw(tuple(told[step] for step in order), tuple(questions), needed)
+        return Draw(tuple(told[step] for step in order), tuple(questions))
 
 
 _RATE = 0.55  # records asked for, for each square root of all records
@@ -256,8 +251,7 @@ class EveryRecord(SpreadFacts):
             written.append((text, stated(rng.choice(others))[1] if kind == asked else text))
         keys = "{}, {} and {}".format(*(f'"{key}"' for key in _FIELDS[asked]))
         text = rng.choice(_ASKED["records"]).format(kind=asked, keys=keys) + " Write nothing else."
-        needed = tuple(i for i, kind in enumerate(kinds) if kind == asked)
-        return Draw(tuple(written), (Question(text, "", (json.dumps(records),)),), (needed,))
+        return Draw(tuple(written), (Question(text, "", (json.dumps(records),)),))
 
     def most_tokens(self, question: Question, material: Material) -> int:
         """All records, and as much again."""
@@ -331,7 +325,7 @@ class TallyLines(SpreadFacts):
         named = rng.sample(kinds, len(kinds))
         asked = rng.choice(_ASKED["kind"]).format(kinds=", ".join(named[:-1]) + f" or {named[-1]}")
         question = Question(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))
-        return Draw(tuple(written), (question,), (tuple(range(len(written))),))
+        return Draw(tuple(written), (question,))
 
 
 TASKS: tuple[type[SpreadFacts], ...] = (JoinStory, EveryRecord, TallyLines)

@@ -107,15 +107,13 @@ class Context:
     """A text to prefill, the same without what is asked for (`control`), and the questions about it.
 
     `depths`: where in the text, from 0 to 1, what each question asks for stands; None where that is no
-    single place. `needed`: how many tokens of the text each question needs at least, where the task can
-    tell.
+    single place.
     """
 
     text: str
     control: str
     questions: tuple[Question, ...]
     depths: tuple[float | None, ...]
-    needed: tuple[int, ...] = ()
 
 
 class Task(ABC):

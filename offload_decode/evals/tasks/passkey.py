@@ -40,7 +40,7 @@ class Passkey(Task):
             for middle in (fact, instead)
         )
         question = Question("What is the pass key?", " The pass key is", (key,))
-        return Context(text, control, (question,), (before / sentences,), (material.count(fact),))
+        return Context(text, control, (question,), (before / sentences,))
 
     def guess(self, rng: random.Random, question: Question) -> str:
         return words.number(rng, _DIGITS)

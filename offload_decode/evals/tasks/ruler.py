@@ -214,10 +214,7 @@ class UuidAmongUuids(NeedleAmongNeedles):
 
 @dataclass(frozen=True)
 class VariableTracking(InNoise):
-    """Chains `VAR ABCDE = 12345 … VAR FGHIJ = VAR ABCDE …`, in lines that are all alike.
-
-    The links of a chain come in order; each chain's variables are asked for by themselves.
-    """
+    """A chain `VAR ABCDE = 12345 … VAR FGHIJ = VAR ABCDE …`, in order, in lines that are all alike."""
 
     name: ClassVar[str] = "vt"
     max_new_tokens: ClassVar[int] = 96
@@ -226,30 +223,21 @@ class VariableTracking(InNoise):
     )
     behind: ClassVar[str] = " "
     hops: int = 4
-    chains: int = 1
 
     def sample(self, rng: random.Random) -> Episode:
-        links = 1 + self.hops
-        names = words.distinct(lambda: words.letters(rng, ascii_uppercase, 5), links * self.chains)
-        values = words.distinct(lambda: words.number(rng, 5), self.chains)
-        facts: list[str] = []
-        questions: list[Question] = []
-        for number, value in enumerate(values):
-            chain = names[number * links : (number + 1) * links]
-            sources = [value, *(f"VAR {name}" for name in chain)]
-            facts += [f"VAR {name} = {source}" for name, source in zip(chain, sources, strict=False)]
-            asked = f"Question: Find all variables that are assigned the value {value} in the text above."
-            prefix = (
-                f" According to the chain(s) of variable assignment in the text above, {links} variables are "
-                f"assigned the value {value}, they are:"
-            )
-            questions.append(Question(asked, prefix, tuple(chain)))
-        return Episode(tuple(facts), tuple(questions))
+        names = words.distinct(lambda: words.letters(rng, ascii_uppercase, 5), 1 + self.hops)
+        value = words.number(rng, 5)
+        sources = [value, *(f"VAR {name}" for name in names)]
+        facts = [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=False)]
+        asked = f"Question: Find all variables that are assigned the value {value} in the text above."
+        prefix = (
+            " According to the chain(s) of variable assignment in the text above, "
+            f"{len(names)} variables are assigned the value {value}, they are:"
+        )
+        return Episode(tuple(facts), (Question(asked, prefix, tuple(names)),))
 
     def ordered(self, depths: list[float]) -> list[float]:
-        """In order within each chain; the chains are mingled."""
-        links = 1 + self.hops
-        return [depth for at in range(0, len(depths), links) for depth in sorted(depths[at : at + links])]
+        return sorted(depths)
 
 
 _SPARE = 60  # words from which the control's are taken
