@@ -9,12 +9,10 @@ Behind more than 16,384 tokens llama.cpp has the keys and values of a shorter te
 to its place: a token takes as long (compare `--most 4096` at 16,384), and the prefill would take hours.
 """
 
-import argparse
 import json
 import os
 import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -22,12 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.history import table
+from benchmarks.common import TOOL, option_parser, table
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.haystack import Haystack
 from offload_decode.models.loading import load
 
-TOOL = str(Path(sys.executable).with_name("offload-decode"))
 FORCED, WARM = 32, 4
 QUESTION = "Who speaks to whom here, and about what?"
 THEIRS = """
@@ -156,9 +153,7 @@ def divergence(dense: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--llama", required=True, metavar="PYTHON")

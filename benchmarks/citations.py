@@ -5,13 +5,13 @@ asked for, behind one store. Counts the right answers, and of these: is the fact
 first document that is cited, and is it the document that the fact stands in? Several such stores.
 """
 
-import argparse
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.common import option_parser
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.stats import wilson
@@ -71,9 +71,7 @@ def asked(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--model", required=True, help="a folder, an id, or a .gguf file")
     parser.add_argument("--texts", type=Path, required=True, help="folder of at least eight text files")
     parser.add_argument("--tokens", type=int, default=500, help="tokens of each document")

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from benchmarks import history
+from benchmarks.common import option_parser, table
 from offload_decode.attention.rows import Rows, tensor_view
 from offload_decode.common.memory import total_memory
 from offload_decode.engine.engine import Engine
@@ -289,24 +289,12 @@ def show(rows: Sequence[Row]) -> str:
         ]
         for row, of_one, faster in ratios(rows)
     ]
-    return history.table(heads, cells)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Single numbers for the history."""
-    found: dict[str, float] = {}
-    for row, of_one, faster in ratios(rows):
-        name = f"{row.way}/{row.questions}"
-        found[f"{name}/tokens per second"] = row.tokens_per_second
-        if faster is not None and row.way != BASELINE:
-            found[f"{name}/x transformers"] = faster
-        if of_one is not None and row.questions > 1:
-            found[f"{name}/of 1 question"] = of_one
-    return found
+    return table(heads, cells)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = history.option_parser(__doc__)
+    parser = option_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--store", type=Path, required=True, help="its model is loaded, on the CPU")
     parser.add_argument("--budget", default="1024", help="stored tokens for each query, of topk and quest")
     parser.add_argument("--questions", default="1,4,16", help="at once, separated by commas")
@@ -320,11 +308,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> list[Row]:
     arguments = parsed(argv)
     store = KVStore.open(arguments.store)
     length, model_id = store.manifest.n_tokens, store.manifest.model_id
-    host = history.begin(arguments, f"Answers from {length:,} stored tokens, budget {arguments.budget}")
+    print(f"# Answers from {length:,} stored tokens, budget {arguments.budget}\n", flush=True)
     loaded, plain = (load(model_id, "cpu", store.manifest.dtype) for _ in range(2))
     plain.model.set_attn_implementation("sdpa")
     for model in (loaded.model, plain.model):  # answers of one length
@@ -333,10 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = Bench(store, loaded, plain.model, arguments.budget, arguments.tokens, arguments.seconds)
     rows = compared(bench, [int(count) for count in arguments.questions.split(",")])
     print(show(rows))
-    settings = {"stored tokens": length, "budget": arguments.budget, "model": model_id}
-    settings |= {"tokens": arguments.tokens, "threads": torch.get_num_threads()}
-    details = [asdict(row) for row in rows]
-    history.save(arguments, "decode", settings, figures(rows), host, rows=details)
+    return rows
 
 
 if __name__ == "__main__":

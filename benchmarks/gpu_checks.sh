@@ -52,17 +52,17 @@ check() {  # a part and its command, for as long as is left of the half hour
 check tests "$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs --junitxml="$out/gpu_tests.xml" --continue-on-collection-errors $tests
 check quest "$PYTHON" benchmarks/gpu_quest.py --out "$out"
 if [ -z "$missing" ]; then
-    export PYTHONPATH=.
-    check prefill "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out"
-    check streamed "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --weights streamed
-    check sparse "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --tokens 350000 \
+    check prefill "$PYTHON" -m benchmarks.gpu_model prefill --minutes 5 --out "$out"
+    check streamed "$PYTHON" -m benchmarks.gpu_model prefill --minutes 5 --out "$out" --gpu-memory 16GiB \
+        --weights streamed
+    check sparse "$PYTHON" -m benchmarks.gpu_model prefill --minutes 5 --out "$out" --gpu-memory 16GiB --tokens 350000 \
         --method quoka -o budget=1024 -o chunk=256
     weights=int4
     if ! "$PYTHON" -c 'from importlib.util import find_spec as f; raise SystemExit(f("bitsandbytes") is None)'; then
         weights=auto
         skipped+=("decoding with int4 weights, for bitsandbytes is missing: float16 instead")
     fi
-    check decode "$PYTHON" benchmarks/gpu_decode.py --weights $weights --out "$out"
+    check decode "$PYTHON" -m benchmarks.gpu_model decode --weights $weights --out "$out"
 else
     skipped+=("all but the kernels' tests and gpu_quest.py, for these are missing: $missing")
 fi

@@ -1,12 +1,10 @@
-"""Quest's kernels on a CUDA device: time, share of the copy bandwidth, and ratio to dense attention.
-
-    python benchmarks/gpu_quest.py [--dim 128] [--out benchmarks/results]
+"""Quest's kernels on a CUDA device, beside dense attention: `python benchmarks/gpu_quest.py [--dim 128]`.
 
 Every kernel is first checked against the plain torch reference on the sizes it is timed on. Times are medians
-of CUDA-graph replays, so that they hold the device's work and not Python's launches; a replay reads more
-bytes than the L2 cache holds, or the cache is flushed before it. Dense attention is the fastest of torch's
-fused backends, each with the group's keys shared or repeated, whichever is faster. Needs torch and triton.
-Exit code 2 without a CUDA device. `--tiny` runs every step on small sizes, without times on a CPU.
+of CUDA-graph replays with a cold cache, so that they hold the device's work and not Python's launches. Dense
+attention is the fastest of torch's fused backends, with the group's keys shared or repeated. Needs torch and
+triton alone. Exit code 2 without a CUDA device. `--tiny` runs every step on small sizes, without times on a
+CPU.
 """
 
 import argparse
@@ -16,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from math import nan
 from pathlib import Path
 
 import torch
@@ -39,22 +36,13 @@ BACKENDS = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 )
-TITLE = (
-    "heads             tokens  page bounds   scoring ms (copy)   top-k ms (torch)"
-    "  attention ms (copy)   quest ms  dense ms  ratio"
-)
-LINE = (
-    "{heads:<16} {tokens:>7} {page_size:>5} {bounds:<8} {scoring_ms:>10.4f} ({scoring_share_of_copy:>4.0%}) "
-    "{top_k_ms:>9.4f} ({torch_topk_ms:.4f}) {attention_ms:>12.4f} ({attention_share_of_copy:>4.0%}) "
-    "{quest_ms:>10.4f} {dense_ms:>9.4f} {dense_over_quest:>5.2f}x"
-)
 
 
-def milliseconds(work: Callable[[], object], device: torch.device) -> float | None:
-    """Median time of a replay with a cold cache; None where there is no device to time."""
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median time of a replay with a cold cache; 0 where there is no device to time."""
     if device.type != "cuda":
         work()
-        return None
+        return 0.0
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):  # compiles and warms up outside the capture
@@ -63,9 +51,8 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float | No
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    flush = torch.empty(
-        4 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device
-    )
+    size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(size, dtype=torch.int8, device=device)
     times = []
     for _ in range(REPEATS):
         flush.zero_()
@@ -78,17 +65,8 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float | No
     return statistics.median(times)
 
 
-def copy_bandwidth(device: torch.device, tiny: bool) -> float | None:
-    """Bytes a second that a copy on the device reads and writes together."""
-    size = 2**12 if tiny else 2**30
-    source = torch.zeros(size, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    time = milliseconds(lambda: target.copy_(source), device)
-    return time and 2 * size / time * 1e3
-
-
 def make_bounds(keys: torch.Tensor, page_size: int, kind: str) -> PageBounds:
-    """True bounds of pages, rounded outward: in float16 to their neighbours, in int8 to a scale's steps."""
+    """True bounds of pages; in int8 rounded outward to a scale's steps."""
     heads, tokens, dim = keys.shape
     pages = keys[:, : tokens // page_size * page_size].reshape(heads, -1, page_size, dim)
     lower, upper = pages.amin(2), pages.amax(2)
@@ -109,10 +87,8 @@ def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: flo
         sys.exit(f"{name} is off the torch reference by {float(gap):.1e} of its largest value")
 
 
-def dense_times(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> dict[str, float | str | None]:
-    """The time of every way torch has for one token's attention over all keys, or its reason to refuse;
+def dense_time(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[float, str]:
+    """The time of the fastest way torch has for one token's attention over all keys, and its name;
     `query [Hkv, G, D]` in the keys' dtype.
     """
     kv_heads, group, dim = query.shape
@@ -124,29 +100,23 @@ def dense_times(
         repeated = keys[None].repeat_interleave(group, 1), values[None].repeat_interleave(group, 1)
         forms |= {"repeated": (heads, repeated), "enable_gqa": (heads, shared)}
     attend = torch.nn.functional.scaled_dot_product_attention
-    times: dict[str, float | str | None] = {}
+    times = []
     for backend in BACKENDS:
         for form, (rows, stored) in forms.items():
             work = partial(attend, rows, *stored, enable_gqa=rows.shape[1] != stored[0].shape[1])
-            name = f"{backend.name.lower()}, {form}"
             try:
                 with sdpa_kernel(backend):
-                    times[name] = milliseconds(work, query.device)
+                    times.append((milliseconds(work, query.device), f"{backend.name.lower()}, {form}"))
             except RuntimeError as refusal:  # a backend that cannot take this shape on this card
-                times[name] = "refused: " + str(refusal).splitlines()[0]
-    return times
+                reason = str(refusal).splitlines()[0]
+                print(f"{backend.name.lower()}, {form}: refused: {reason}", file=sys.stderr)
+    return min(times)
 
 
 def measure(
-    heads: tuple[int, int],
-    tokens: int,
-    dim: int,
-    page_size: int,
-    kind: str,
-    bandwidth: float | None,
-    device: torch.device,
+    heads: tuple[int, int], tokens: int, dim: int, page_size: int, kind: str, device: torch.device
 ) -> dict[str, object]:
-    """One row of the table: scoring, top-k and attention of one layer's step for one token."""
+    """Scoring, top-k and attention of one layer's step for one token."""
     from offload_decode.attention import pages_device as device_pages
 
     kv_heads, group = heads
@@ -160,15 +130,12 @@ def measure(
     def score() -> torch.Tensor:
         return device_pages.page_scores(query, bounds)
 
-    def choose() -> torch.Tensor:
-        return device_pages.top_pages(scores, k)
-
     def attend(chosen: torch.Tensor) -> AttentionState:
         return device_pages.attend_pages(query, keys, values, chosen, page_size, limit, scaling)
 
     scores = score()
     check("page_scores", scores, paging.page_scores(query, bounds), 1e-5)
-    pages = choose()
+    pages = device_pages.top_pages(scores, k)
     if not torch.equal(pages, paging.top_pages(scores, k)):
         sys.exit("top_pages differs from the torch reference")
     state = attend(pages)
@@ -176,33 +143,19 @@ def measure(
     check("attend_pages", state.out, expected.out, 1e-4)
     check("attend_pages' log-sum-exp", state.lse, expected.lse, 1e-4)
 
-    ways = dense_times(query[:, 0].half(), keys, values) if tokens <= DENSE_TOKENS else {}
-    ran = {name: time for name, time in ways.items() if not isinstance(time, str)}
-    name = min(ran, key=lambda way: ran[way] or 0.0) if ran else None
-    dense_ms = ran[name] if name else None
-    row: dict[str, object] = {
-        "heads": f"{kv_heads} KV heads x {group}",
-        "tokens": tokens,
-        "page_size": page_size,
-        "bounds": kind,
-        "dense_backend": name,
-        "dense_ms": dense_ms,
-        "dense_ways": ways,
+    works: dict[str, Callable[[], object]] = {
+        "scoring_ms": score,
+        "top_k_ms": lambda: device_pages.top_pages(scores, k),
+        "attention_ms": lambda: attend(pages),
+        "quest_ms": lambda: attend(device_pages.top_pages(score(), k)),
     }
-    parts: dict[str, tuple[int, Callable[[], object]]] = {  # each with the bytes that it reads
-        "scoring": (sum(part.nbytes for part in bounds if part is not None), score),
-        "top_k": (scores.nbytes, choose),
-        "attention": (2 * kv_heads * k * page_size * dim * keys.element_size(), lambda: attend(pages)),
-    }
-    for part, (size, work) in parts.items():
-        time = milliseconds(work, device)
-        row[f"{part}_ms"] = time
-        if time and bandwidth:
-            row[f"{part}_bytes"] = size
-            row[f"{part}_share_of_copy"] = size / time * 1e3 / bandwidth
-    row["quest_ms"] = quest_ms = milliseconds(lambda: attend(device_pages.top_pages(score(), k)), device)
-    row["torch_topk_ms"] = milliseconds(lambda: torch.topk(scores, k), device)
-    row["dense_over_quest"] = dense_ms / quest_ms if dense_ms and quest_ms else None
+    about = {"heads": f"{kv_heads} KV heads x {group}", "tokens": tokens}
+    times = {name: milliseconds(work, device) for name, work in works.items()}
+    row: dict[str, object] = {**about, "page_size": page_size, "bounds": kind, **times}
+    if tokens <= DENSE_TOKENS:
+        dense, backend = dense_time(query[:, 0].half(), keys, values)
+        row |= {"dense_ms": dense, "dense_backend": backend}
+        row["dense_over_quest"] = dense / times["quest_ms"] if times["quest_ms"] else None
     return row
 
 
@@ -218,44 +171,28 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     import triton
 
-    card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    bandwidth = copy_bandwidth(device, options.tiny)
-    print(f"{card}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"copy bandwidth (read + written): {(bandwidth or nan) / 1e9:.0f} GB/s\n")
-    print(TITLE)
-    rows = []
     # The paper's shape is measured at the paper's length.
-    layers = [(LLAMA_3, tokens) for tokens in ([2**6] if options.tiny else [2**15, 2**17, 2**20])]
-    layers.append((LLAMA_2, 2**6 if options.tiny else 2**15))
-    for (kv_heads, group), tokens in layers:
+    shapes = [(LLAMA_3, tokens) for tokens in ([2**6] if options.tiny else [2**15, 2**17, 2**20])]
+    shapes.append((LLAMA_2, 2**6 if options.tiny else 2**15))
+    rows = []
+    for (kv_heads, group), tokens in shapes:
         heads = (2 if options.tiny else kv_heads, group)
         for page_size in (16, 32):
             for kind in ("float16", "int8"):
-                row = measure(heads, tokens, options.dim, page_size, kind, bandwidth, device)
-                rows.append(row)
-                shown = {"scoring_share_of_copy": nan, "attention_share_of_copy": nan} | row
-                filled = {name: nan if value is None else value for name, value in shown.items()}
-                print(LINE.format(**filled), flush=True)
-    today = datetime.date.today().isoformat()
+                rows.append(measure(heads, tokens, options.dim, page_size, kind, device))
+                print(json.dumps(rows[-1]), flush=True)
     result = {
-        "date": today,
-        "card": card,
+        "date": datetime.date.today().isoformat(),
+        "card": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "cuda": torch.version.cuda,
         "dim": options.dim,
         "budget": BUDGET,
-        "dtype": "float16",
         "timing": f"median of {REPEATS} CUDA-graph replays with a cold L2 cache",
-        "copy_bytes_per_s": bandwidth,
         "rows": rows,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"gpu_quest-{card.replace(' ', '-')}-{today}.json"
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(target)
-    print(f"\nwritten to {target}")
+    (options.out / "gpu_quest.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""One attention layer to measure on: stored keys and values, queries that tune, and others that judge.
+"""One attention layer to measure on, and how much of its dense attention a step keeps: the share of the mass
+and the error of the output, beside the reference of `eval fidelity` (`evals.closeness.Exact`).
 
 Made up, with a long tail. Topics with Zipf weights persist over runs of about 32 tokens; a key is its topic's
 centre, noise of its own and an offset that all keys of a head share, in channels of unequal strength. A query
@@ -9,6 +10,7 @@ fall as a power; rare topics are as likely as frequent ones.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from offload_decode.attention.queries import Queries
+from offload_decode.evals.closeness import Exact
 from offload_decode.indexes.files import aligned
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.store.memory import MemoryStore
@@ -25,7 +28,7 @@ from offload_decode.types import LayerKind, ModelShape, Selection, StepStats
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
-Topics = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64]
 
 TOPICS, RUN, STRONG = 4096, 32, 16  # topics, their tokens at a stretch, and how many a query attends to
 TOPIC_SHARE = 0.5  # of a key's variance about the offset
@@ -33,6 +36,8 @@ SPECTRUM = 0.75  # channels' variances fall as their rank to this power
 DECAY, LOUDNESS = 0.7, 1.25  # of a query's topics; so loud that the weights fall about as 1 / rank at 128K
 TUNING = 64  # steps of queries for tuning
 BLOCK = 1 << 16
+ENOUGH = 0.99  # of the oracle's mass, on average: below, a time does not count
+TUNING_ROWS = 64  # queries of each head
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class MadeUp:
         rows = _normal(generator, (self.steps + TUNING) * self.group, self.dim)
         return rows.reshape(-1, self.group, self.dim)
 
-    def _rows(self, side: int, head: int, centres: Float32, noise: Float32, topics: Topics) -> Array:
+    def _rows(self, side: int, head: int, centres: Float32, noise: Float32, topics: Ids) -> Array:
         """Rows `[N, D]`: each its topic's centre and noise; one block at a time in float32."""
         rows = np.empty((self.length, self.dim), np.dtype(self.dtype))
         for start in range(0, self.length, BLOCK):
@@ -150,7 +155,59 @@ class MemoryLayer:
         return out
 
 
-def _topics(length: int, generator: np.random.Generator) -> Topics:
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over rows. ratio: mass of the tokens attended to over that of the exact top-k, at most 1, for a
+    row's surplus makes no other row good. error: relative distance of the output to that of dense attention.
+    """
+
+    ratio: float
+    error: float
+
+    @property
+    def enough(self) -> bool:
+        return self.ratio >= ENOUGH
+
+
+class Truth:
+    """Dense attention and exact top-k attention, for each k, of queries `rows [Hkv, R, D]` of a layer."""
+
+    def __init__(self, layer: Layer, rows: Float32, ks: Collection[int]) -> None:
+        memory = MemoryLayer(layer)
+        self.rows = rows
+        self.exact = Exact(memory.host, 0, memory.queries(rows), {min(k, layer.length) for k in ks})
+
+    @classmethod
+    def of_steps(cls, layer: Layer, ks: Collection[int]) -> Truth:
+        """Of the queries that are timed and judged, step by step."""
+        return cls(layer, together(layer.steps), ks)
+
+    @classmethod
+    def of_sample(cls, layer: Layer, k: int) -> Truth:
+        """Of queries that choose a search parameter, apart from those that are judged."""
+        heads, group, dim = layer.steps.shape[1:]
+        steps = layer.tuning.reshape(heads, -1, group, dim)
+        spread = np.linspace(0, steps.shape[1] - 1, min(steps.shape[1], -(-TUNING_ROWS // group))).astype(int)
+        return cls(layer, np.ascontiguousarray(steps[:, spread].reshape(heads, -1, dim)), [k])
+
+    def judge(self, k: int, ids: Sequence[Ids] | None, out: Float32 | None = None) -> Fidelity:
+        """Of tokens that were attended to, `[R, n]` of each head and padded with -1, or None for all tokens;
+        `out [Hkv, R, D]`. Their mass is counted from the keys, whatever scores a method claims.
+        """
+        k = min(k, self.exact.host.length)
+        chosen = None if ids is None else torch.from_numpy(np.stack(ids))
+        given = self.exact.out if out is None else torch.from_numpy(out)
+        _, mass, error, *_ = self.exact.judge(slice(None), chosen, given, k)
+        return Fidelity(float((mass / self.exact.held[k]).clamp(max=1).mean()), float(error.mean()))
+
+
+def together(steps: Float32) -> Float32:
+    """Rows `[Hkv, S · G, D]` of steps `[S, Hkv, G, D]`, a step's group together."""
+    _, heads, _, dim = steps.shape
+    return np.ascontiguousarray(steps.swapaxes(0, 1)).reshape(heads, -1, dim)
+
+
+def _topics(length: int, generator: np.random.Generator) -> Ids:
     """The topic of each token."""
     weights = 1 / np.arange(1, TOPICS + 1)
     runs = length * 5 // (4 * RUN) + 64
@@ -158,11 +215,11 @@ def _topics(length: int, generator: np.random.Generator) -> Topics:
     lengths = generator.geometric(1 / RUN, runs)
     while lengths.sum() < length:
         lengths *= 2
-    tokens: Topics = np.repeat(topics, lengths)[:length].astype(np.int64)
+    tokens: Ids = np.repeat(topics, lengths)[:length].astype(np.int64)
     return tokens
 
 
-def _attended(generator: np.random.Generator, steps: int, group: int) -> Topics:
+def _attended(generator: np.random.Generator, steps: int, group: int) -> Ids:
     """Topics `[steps, group, STRONG]`: every other one is the whole group's."""
     own, shared = (np.exp(generator.random((steps, count, STRONG)) * np.log(TOPICS)) for count in (group, 1))
     chosen = np.where(np.arange(STRONG) % 2 == 0, shared, own)

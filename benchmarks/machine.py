@@ -5,15 +5,12 @@ The rates are the bounds that any code meets: reading in order, and reading rows
 halves) from random places.
 """
 
-import importlib.metadata
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,7 +27,6 @@ ROW = 256
 AHEAD = 16  # rows that are fetched before their turn
 FLUSH_BYTES = 128 << 20  # a layer's keys are not in the caches when its turn comes again: 31 others were read
 _SECONDS = 0.4  # a measurement is repeated for so long, and the best counts
-_PACKAGES = ("numpy", "torch", "numba", "faiss-cpu", "faiss-gpu", "hnswlib", "transformers", "zarr")
 
 Words = npt.NDArray[np.uint64]
 
@@ -72,9 +68,7 @@ def _elsewhere() -> Words:
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes a second, by all threads (or by one, where that is more: others may be using the machine).
-    `read`: in order; `gather`: rows of 256 bytes from random places.
-    """
+    """Bytes a second, by all threads. `read`: in order; `gather`: rows of 256 bytes from random places."""
 
     cpu: str
     cores: int
@@ -98,24 +92,9 @@ def measure(quick: bool = False) -> Machine:
     rows = words.reshape(-1, ROW // 8)
     shares = np.array_split(np.random.default_rng(0).permutation(len(rows)), cores)
     with ThreadPoolExecutor(cores) as pool:
-        read = max(
-            _rate(parts[0].nbytes, lambda: _sum(parts[0])),
-            _rate(words.nbytes, lambda: list(pool.map(_sum, parts))),
-        )
-        gather = max(
-            _rate(len(shares[0]) * ROW, lambda: _gather(rows, shares[0])),
-            _rate(rows.nbytes, lambda: list(pool.map(lambda share: _gather(rows, share), shares))),
-        )
+        read = _rate(words.nbytes, lambda: list(pool.map(_sum, parts)))
+        gather = _rate(rows.nbytes, lambda: list(pool.map(lambda share: _gather(rows, share), shares)))
     return Machine(cpu_name(), cores, total_memory(), read, gather)
-
-
-def made_with(machine: Machine) -> dict[str, Any]:
-    """What a benchmark ran on: the machine, its measured bandwidths, and the versions that matter."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {"machine": asdict(machine), "versions": versions}
 
 
 def _rate(size: int, move: Callable[[], object]) -> float:

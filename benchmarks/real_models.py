@@ -8,7 +8,6 @@ takes many hours; `--only` takes the measurements whose names begin so, `--list`
 measures nothing.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.history import table
+from benchmarks.common import TOOL, option_parser, table
 from offload_decode.evals import runs
 from offload_decode.evals.contender import DENSE, label
 from offload_decode.evals.haystack import Haystack
@@ -25,7 +24,6 @@ from offload_decode.evals.perplexity import likelihoods
 from offload_decode.evals.summary import Cell, summarize
 from offload_decode.models.loading import load
 
-TOOL = str(Path(sys.executable).with_name("offload-decode"))
 BUDGETS = ("64", "2%", "1024")
 BEST = ("topk", "oracle", "sparq", "quest+topk", "quest")
 TASKS = {
@@ -206,9 +204,7 @@ def perplexity(out: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--models", type=Path, default=Path("models"), help="folder of GGUF files")
     parser.add_argument("--texts", type=Path, default=Path("texts"), help="folder of the three texts")
     parser.add_argument("--out", type=Path, default=Path("real-models"), help="folder of what is measured")

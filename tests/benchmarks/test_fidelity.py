@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import layers
-from benchmarks.fidelity import Ids, Truth
-from benchmarks.layers import Float32, Layer
+from benchmarks.layers import Float32, Ids, Layer, Truth
 
 K = 16
 

@@ -1,18 +1,16 @@
-"""Ratios, scaled times and the history."""
+"""Ratios and scaled times."""
 
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import pytest
 
-from benchmarks import history, layers, measured
-from benchmarks.fidelity import Fidelity, Truth
+from benchmarks import layers, step
+from benchmarks.layers import Fidelity, Truth
 from benchmarks.machine import Machine, timed
-from benchmarks.measured import Row
+from benchmarks.step import Row
 from benchmarks.ways import BASELINE, OURS, Traffic, Way
 
 MACHINE = Machine("a processor", 2, 1 << 30, 2e9, 2e8)
@@ -34,37 +32,32 @@ def test_ratios_are_to_the_fastest_baseline_that_holds_enough() -> None:
         row("faiss flat per query head", BASELINE, 9.0, tokens=2000),
         ours,
     ]
-    assert measured.against(rows, ours, "torch dense") == pytest.approx(20)
-    assert measured.against(rows, ours, measured.REFERENCES["IVF"]) == pytest.approx(4)
-    assert measured.against(rows, ours, "faiss flat per query head") is None
+    assert step.against(rows, ours, "torch dense") == pytest.approx(20)
+    assert step.against(rows, ours, step.REFERENCES["IVF"]) == pytest.approx(4)
+    assert step.against(rows, ours, "faiss flat per query head") is None
 
 
 def test_speed_without_fidelity_does_not_count() -> None:
     dense = row("torch dense, fused, float32", BASELINE, 0.5)
     good, poor = row("good", OURS, 0.01), row("poor", OURS, 0.01, POOR)
-    table = measured.show([dense, good, poor])
+    table = step.show([dense, good, poor])
     assert "(50)" not in table.splitlines()[3]
     assert "(50)" in table.splitlines()[4]
     assert "0.9000 low" in table.splitlines()[4]
-    names = measured.figures([dense, good, poor])
-    assert names["long-tailed/1000/k64/b1/good/x dense"] == pytest.approx(50)
-    assert "long-tailed/1000/k64/b1/poor/x dense" not in names
 
 
 def test_what_was_measured_on_some_heads_is_scaled_to_all() -> None:
     layer = layers.MadeUp(200, heads=4, group=2, dim=16, steps=2).long_tailed()
 
-    def step(rows: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def sleeps(rows: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
         time.sleep(0.01)
         return np.zeros_like(rows)
 
     def way(heads: int) -> Way:
-        return Way("sleeps", OURS, heads, step, traffic=lambda rows: Traffic(4_000, 400))
+        return Way("sleeps", OURS, heads, sleeps, traffic=lambda rows: Traffic(4_000, 400))
 
     one, four = (
-        measured.measured(
-            way(heads), layer, Truth.of_steps(layer.heads(heads), [8]), 8, MACHINE, seconds=0.05
-        )
+        step.measured(way(heads), layer, Truth.of_steps(layer.heads(heads), [8]), 8, MACHINE, seconds=0.05)
         for heads in (1, 4)
     )
     assert 4 * 0.01 <= one.seconds < 4 * 0.02
@@ -77,7 +70,7 @@ def test_what_was_measured_on_some_heads_is_scaled_to_all() -> None:
 
 def test_a_batch_keeps_groups_together() -> None:
     steps = np.arange(3 * 2 * 2 * 1, dtype=np.float32).reshape(3, 2, 2, 1)
-    rows = measured.batched(steps, 2, 2)
+    rows = step.batched(steps, 2, 2)
     assert rows.shape == (2, 4, 1)
     np.testing.assert_array_equal(rows[0, :, 0], [*steps[2, 0, :, 0], *steps[0, 0, :, 0]])
 
@@ -93,13 +86,3 @@ def test_every_turn_is_asked_for_in_order_and_the_median_counts() -> None:
     assert turns == [0, 1, 2, 3, 4, 5]
     assert len(taken) == 5
     assert min(taken) <= median(taken) < 0.02 < max(taken)
-
-
-def test_a_full_run_adds_a_line_to_the_history(tmp_path: Path) -> None:
-    asked = history.option_parser(None).parse_args(["--results", str(tmp_path)])
-    for speed in (3.0, 4.0):
-        history.save(asked, "step", {"k": 64}, {"flat/x dense": speed}, MACHINE, rows=[])
-    runs = [json.loads(line) for line in (tmp_path / history.NAME).read_text().splitlines()]
-    assert [run["figures"]["flat/x dense"] for run in runs] == [3, 4]
-    assert runs[0]["machine"]["read"] == 2e9
-    assert runs[0]["commit"]
