@@ -72,7 +72,7 @@ def check_grammar(loaded: LoadedModel, grammar: Mapping[str, Any], param: str = 
     to with this model's tokenizer; `param` is the field that it came from.
     """
     try:
-        _grammars(loaded).compiled(grammar)
+        _grammars(loaded).compiled(_written(grammar))
     except WrongField as error:
         raise WrongField(f"{param} cannot be used: {error}", param) from error
 
@@ -80,7 +80,7 @@ def check_grammar(loaded: LoadedModel, grammar: Mapping[str, Any], param: str = 
 def grammar_of(loaded: LoadedModel, grammar: Mapping[str, Any]) -> Grammar:
     """A grammar at its beginning. Raises as `check_grammar`."""
     known = _grammars(loaded)
-    return Grammar(known.compiled(grammar).deep_copy(), known.end)
+    return Grammar(known.compiled(_written(grammar)).deep_copy(), known.end)
 
 
 class _Grammars:
@@ -97,11 +97,8 @@ class _Grammars:
             of_this = LLTokenizer(_within(tokenizer), eos_token=self.end)
         except (AttributeError, ValueError) as error:
             raise WrongField("grammars cannot be followed with this model's tokenizer") from error
-        self._compiled = lru_cache(_KEPT)(partial(_compiled, of_this))
-
-    def compiled(self, grammar: Mapping[str, Any]) -> LLMatcher:
-        """It must not be advanced, only copied."""
-        return self._compiled(_written(grammar))
+        self.compiled = lru_cache(_KEPT)(partial(_compiled, of_this))
+        """What is given must not be advanced, only copied."""
 
 
 _KNOWN: WeakKeyDictionary[Any, _Grammars] = WeakKeyDictionary()

@@ -6,7 +6,12 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionNamedToolChoiceParam,
+)
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as Part
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
@@ -113,19 +118,6 @@ class Tool(Body):
     function: Function
 
 
-class NamedFunction(Body):
-    """A function by its name."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """The tool that must be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class ChatBody(AnswerBody):
     """What is asked of `/v1/chat/completions`."""
 
@@ -136,7 +128,7 @@ class ChatBody(AnswerBody):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     response_format: Annotated[SimpleFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam | None = None
 
 
 class ChatAnswer(ChatCompletion, Cost):
@@ -168,12 +160,11 @@ def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
         raise WrongField("top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
     grammar = json_grammar(body.response_format)
-    chosen = body.tool_choice
     return ChatRequest(
         **body.ask_options(settings, new_id("chatcmpl"), max_tokens=most, top_logprobs=top, grammar=grammar),
         messages=plain(body.messages),
         tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
-        tool_choice=chosen.model_dump() if isinstance(chosen, NamedTool) else chosen,
+        tool_choice=body.tool_choice,
     )
 
 

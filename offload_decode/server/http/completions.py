@@ -232,10 +232,8 @@ class CompletionReply(AnswerReply):
         return Logprobs.model_construct(
             text_offset=list(accumulate(map(len, pieces[:-1]), initial=offset)) if pieces else [],
             tokens=pieces,
-            token_logprobs=cast(
-                list[float], [None if one.logprob is None else finite(one.logprob) for one in tokens]
-            ),
-            top_logprobs=cast(list[dict[str, float]], [_top(one, texts) for one in tokens]),
+            token_logprobs=[None if one.logprob is None else finite(one.logprob) for one in tokens],
+            top_logprobs=[_top(one, texts) for one in tokens],
         )
 
 

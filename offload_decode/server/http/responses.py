@@ -28,7 +28,6 @@ from offload_decode.server.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
     Function,
-    NamedFunction,
     Schema,
     SimpleFormat,
     json_grammar,
@@ -86,12 +85,6 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
-class FlatNamedTool(NamedFunction):
-    """The tool that must be called."""
-
-    type: Literal["function"]
-
-
 class ResponsesBody(AskBody):
     """What is asked of `/v1/responses`."""
 
@@ -102,7 +95,7 @@ class ResponsesBody(AskBody):
     max_output_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     text: TextConfig | None = None
     tools: list[FlatTool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | openai.ToolChoiceFunctionParam | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
 
@@ -173,8 +166,8 @@ def _chat_request(settings: Settings, body: ResponsesBody, messages: list[dict[s
     grammar = {"json_schema": form.json_schema} if isinstance(form, NamedSchema) else json_grammar(form)
     functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools or ()]
     chosen: Any = body.tool_choice
-    if isinstance(chosen, FlatNamedTool):
-        chosen = {"type": "function", "function": {"name": chosen.name}}
+    if isinstance(chosen, dict):
+        chosen = {"type": "function", "function": {"name": chosen["name"]}}
     return ChatRequest(
         **body.ask_options(settings, new_id("chatcmpl"), max_tokens=body.max_output_tokens, grammar=grammar),
         messages=[*system, *messages],
@@ -187,12 +180,11 @@ def _echoed(body: ResponsesBody) -> dict[str, Any]:
     """What an answer says of its request."""
     names = {"model", "instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"}
     form = None if body.text is None else body.text.format
-    chosen = body.tool_choice
     return {
         **body.model_dump(include=names),
         "metadata": body.metadata or {},
         "parallel_tool_calls": True,
-        "tool_choice": chosen.model_dump() if isinstance(chosen, FlatNamedTool) else chosen or "auto",
+        "tool_choice": body.tool_choice or "auto",
         "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in body.tools or []],
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
     }
