@@ -122,10 +122,8 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
         cost = engine.prefix.take_stats()
         if watch is not None:
             output.note(cited_text(engine.cited(watch)))
-    if inexact := approximations(manifest):
-        output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
-    if quantized := other_weights(manifest, engine.loaded.weights):
-        output.note(quantized)
+    for difference in _differences(manifest, engine.loaded.weights):
+        output.note(difference)
     if cost.tail_rows:
         output.note(
             "Sampling the unselected tokens leaves the denominator of the attention uncertain by "
@@ -143,7 +141,11 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
         if question.as_json:
             for _ in pieces:
                 pass
-            output.answer_json(client.report(server, served, question.text, wanted, answer))
+            told = {"question": question.text, **answer.fields(wanted.cite), "selector": wanted.selector}
+            told |= {"options": wanted.options, "store": served.name, "model": served.model}
+            told |= {"stored_tokens": served.tokens, "server": server.url, "prompt_tokens": answer.prompt}
+            told |= {"cached_tokens": answer.cached} | ({"stats": answer.stats} if answer.stats else {})
+            output.answer_json(told)
         else:
             show(pieces)
     if wanted.cite and not question.as_json:
@@ -157,25 +159,22 @@ def answer_fields(given: Answer) -> dict[str, object]:
     return {"answer": given.text, "tokens": len(given.tokens), "finish": given.finish, **cited}
 
 
-def approximations(manifest: Manifest) -> str:
-    """How a store's keys and values differ from those of exact attention; empty where they do not."""
-    options = dict(manifest.prefill)
-    method = options.pop("method")
-    options.pop("weights", None)  # see `other_weights`
-    given = ", ".join(f"{name}={value}" for name, value in options.items())
-    parts = [f"prefilled with {method} ({given})"] if method != "dense" else []
+def _differences(manifest: Manifest, asked: str) -> Iterator[str]:
+    """How a store differs from one of exact attention, and of the weights that it is `asked` with."""
+    method = manifest.prefill["method"]
+    given = [
+        f"{name}={value}" for name, value in manifest.prefill.items() if name not in ("method", "weights")
+    ]
+    parts = [f"prefilled with {method} ({', '.join(given)})"] if method != "dense" else []
     parts += [f"{kind} are {form}" for kind, form in manifest.kv.items() if manifest.encoding(kind)]
-    return ", ".join(parts)
-
-
-def other_weights(manifest: Manifest, asked: str) -> str:
-    """A sentence where the store was prefilled with quantized weights; empty for the model's own."""
-    if manifest.weights == "auto":
-        return ""
-    made = f"The store was prefilled with {manifest.weights} weights: its keys and values are those of the"
-    if asked == manifest.weights:
-        return f"{made} quantized model."
-    return f"{made} quantized model, and it was asked with {'full' if asked == 'auto' else asked} weights."
+    if parts:
+        yield f"The store's keys and values are approximate: {output.one_line(', '.join(parts))}."
+    if (made := manifest.weights) != "auto":
+        other = f", and it was asked with {'full' if asked == 'auto' else asked} weights"
+        yield (
+            f"The store was prefilled with {made} weights: its keys and values are those of the quantized "
+            f"model{'' if asked == made else other}."
+        )
 
 
 def show(pieces: Iterable[str]) -> None:

@@ -93,14 +93,13 @@ class ServerAnswer:
 
     @property
     def cited(self) -> list[CitedDocument]:
-        from offload_decode.types import CitedDocument, CitedSpan
+        from pydantic import TypeAdapter, ValidationError
 
-        def cited(name: str, share: float, spans: list[Any]) -> CitedDocument:
-            return CitedDocument(name, share, tuple(CitedSpan(**span) for span in spans))
+        from offload_decode.types import CitedDocument
 
         try:
-            return [cited(one["name"], one["share"], one["spans"]) for one in self.citations or []]
-        except (TypeError, KeyError) as error:
+            return TypeAdapter(list[CitedDocument]).validate_python(self.citations or [])
+        except ValidationError as error:
             raise ServerError("the server's citations cannot be read: it runs another release") from error
 
     def fields(self, cites: bool) -> dict[str, object]:
@@ -327,22 +326,3 @@ def _first_line(path: Path) -> str:
 
 def conversation(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
-
-
-def report(
-    server: Server, served: Served, question: str, wanted: AnswerOptions, answer: ServerAnswer
-) -> dict[str, Any]:
-    """The fields of `ask --json` that a server can tell."""
-    return {
-        "question": question,
-        **answer.fields(wanted.cite),
-        "selector": wanted.selector,
-        "options": wanted.options,
-        "store": served.name,
-        "model": served.model,
-        "stored_tokens": served.tokens,
-        "server": server.url,
-        "prompt_tokens": answer.prompt,
-        "cached_tokens": answer.cached,
-        **({} if answer.stats is None else {"stats": answer.stats}),
-    }

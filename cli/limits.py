@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
 
-OpenEngine = Callable[[str], "Engine"]
-
-
 def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
     """The limits as they were written; raises `ConfigError`."""
     from offload_decode.planning.caps import Caps
@@ -95,7 +92,7 @@ def open_engine(store: Path, options: AskOptions) -> Engine:
     return engine_opener(options, limited=False)(str(store))
 
 
-def engine_opener(options: AskOptions, limited: bool = True) -> OpenEngine:
+def engine_opener(options: AskOptions, limited: bool = True) -> Callable[[str], Engine]:
     """Opens engines one after another, in a process that is `limited` already or not (`planning.opening`)."""
     caps = options.caps
 

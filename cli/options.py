@@ -88,7 +88,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [one.replace(annotation=hints[one.name], kind=inspect.Parameter.KEYWORD_ONLY) for one in found]
 
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 # More than any machine has; the system refuses limits of 2**63 bytes and more.
 _MOST_TOKENS, _MOST_BYTES = 1 << 40, 1 << 60
@@ -98,7 +97,7 @@ _SHOWN = 40
 def token_count(text: str) -> int:
     """A count such as `2048`, `32K` (32,768) or `1M`. Raises `ConfigError` for anything else."""
     found = re.fullmatch(r"(\d{1,15})([KM]?)", text.strip().upper())
-    count = 0 if found is None else int(found[1]) * _UNITS[found[2]]
+    count = 0 if found is None else int(found[1]) * 1024 ** _PREFIXES[found[2]]
     if not 0 < count <= _MOST_TOKENS:
         raise ConfigError(f"'{text:.{_SHOWN}}' is no number of tokens: write one like 2048, 32K or 1M")
     return count
