@@ -1,6 +1,7 @@
 """A tiny model, two stores that it prefilled, and a service over them."""
 
 import queue
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,12 @@ def shelf(tmp_path_factory):
     for name, text in TEXTS.items():
         prefilled(folder, name, text, model)
     return folder
+
+
+@pytest.fixture
+def own(shelf, tmp_path):
+    """The stores, for a test that changes them."""
+    return Path(shutil.copytree(shelf / "stores", tmp_path / "stores"))
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_a_shipped_model_is_no_folder_of_its_name(opened, shelf, name, monkeypat
     assert catalog.entry(name).model_id == name
 
 
-def test_what_is_no_store_has_no_name(opened, shelf):
+def test_folders_that_are_no_stores_are_not_served(opened, shelf):
     (shelf / "notes").mkdir()
     (shelf / "text.kv").write_text("no store")
     (shelf / "empty.kv").mkdir()
@@ -107,7 +107,7 @@ def test_what_is_no_store_has_no_name(opened, shelf):
     assert names(opened(shelf)) == []
 
 
-def test_names_that_are_not_there(opened, shelf):
+def test_unknown_names_are_refused_with_the_known_ones(opened, shelf):
     catalog = opened(shelf)
     with pytest.raises(NoSuchName, match="nothing to ask"):
         catalog.entry("book")
@@ -123,7 +123,7 @@ def test_names_that_are_not_there(opened, shelf):
         assert str(raised.value).isprintable()
 
 
-def test_a_place_that_is_not_there_is_refused(shelf):
+def test_a_missing_folder_of_stores_is_refused(shelf):
     with pytest.raises(ConfigError, match="there is no store"):
         Catalog([shelf / "absent"])
 
@@ -142,7 +142,7 @@ def test_stores_that_are_published_and_removed_are_noticed(opened, shelf):
     until(lambda: gone == {"book", "alone", "model"})
 
 
-def test_without_notices_folders_are_polled(opened, shelf, monkeypatch):
+def test_folders_are_polled_without_watchfiles(opened, shelf, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "watchfiles", None)
     monkeypatch.setattr(module, "POLL_S", 0.01)
     catalog = opened(shelf)
@@ -150,7 +150,7 @@ def test_without_notices_folders_are_polled(opened, shelf, monkeypatch):
     until(lambda: "book" in names(catalog))
 
 
-def test_a_name_that_is_no_text_does_not_end_the_watch(opened, shelf, monkeypatch):
+def test_a_folder_name_that_is_not_utf8_does_not_stop_watching(opened, shelf, monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.05)
     catalog = opened(shelf)
     time.sleep(0.3)  # until the folder is watched
@@ -160,7 +160,7 @@ def test_a_name_that_is_no_text_does_not_end_the_watch(opened, shelf, monkeypatc
     until(lambda: "book" in names(catalog))
 
 
-def test_a_look_that_fails_is_not_the_last(opened, shelf, monkeypatch):
+def test_watching_goes_on_after_an_error(opened, shelf, monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.01)
     looked: list[int] = []
 
@@ -173,7 +173,7 @@ def test_a_look_that_fails_is_not_the_last(opened, shelf, monkeypatch):
     until(lambda: len(looked) > 2)
 
 
-def test_a_store_that_is_replaced_is_another(opened, shelf):
+def test_a_store_that_is_indexed_or_replaced_is_another_entry(opened, shelf):
     make_store(shelf / "book.kv")
     make_store(shelf / "paper.kv")
     catalog = opened(shelf)
@@ -181,29 +181,17 @@ def test_a_store_that_is_replaced_is_another(opened, shelf):
     catalog.subscribe(gone.append)
     before = catalog.entry("book")
     catalog.refresh()
-    assert catalog.entry("book") is not None
     assert gone == []
+    built = build_indexes(shelf / "book.kv", "clusters", k=4)
+    catalog.refresh()
+    indexed = catalog.entry("book")
+    assert (before.recall, indexed.recall) == (None, pytest.approx(built.recall))
+    assert (indexed == before, indexed.digest == before.digest) == (False, True)
     os.rename(shelf / "book.kv", shelf.parent / "old.kv")
     os.rename(make_store(shelf.parent / "book.kv", seed=1), shelf / "book.kv")
     catalog.refresh()
     assert catalog.entry("book").digest != before.digest
-    assert gone == [{"book"}]
-
-
-def test_indexes_that_are_built_make_another_entry(opened, shelf):
-    make_store(shelf / "book.kv")
-    catalog = opened(shelf)
-    gone: list[set[str]] = []
-    catalog.subscribe(gone.append)
-    before = catalog.entry("book")
-    built = build_indexes(shelf / "book.kv", "clusters", k=4)
-    catalog.refresh()
-    after = catalog.entry("book")
-    assert before.recall is None
-    assert after.recall == pytest.approx(built.recall)
-    assert after != before
-    assert after.digest == before.digest
-    assert {"book"} in gone
+    assert gone == [{"book"}] * 2
 
 
 def test_a_damaged_store_is_left_out_and_said_once(opened, shelf, caplog):

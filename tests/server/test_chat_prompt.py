@@ -176,29 +176,25 @@ def test_spellings_are_bounded_and_the_oldest_go_first():
     assert sum(len(tokens) for tokens in known if tokens) <= 8
 
 
-def test_a_template_that_changes_an_answer_is_obeyed():
+@pytest.mark.parametrize(
+    ("content", "answer", "told", "shown"),
+    [
+        ("{{ (m.content.split('.') | last) }}", "I think. lamp", "think", False),
+        ("{{ '(so) ' if m.role == 'assistant' }}{{ m.content }}", "lamp", "(so) lamp", True),
+    ],
+)
+def test_known_answers_stand_as_the_template_writes_them(content, answer, told, shown):
     """Reasoning that it leaves out of earlier turns does not come back in the answer's own tokens."""
-    template = CHAT.replace("{{ m.content }}", "{{ (m.content.split('.') | last) }}")
-    loaded, answer_tokens = Fake(template=template), AnswerTokens()
-    tokens = encode_text(loaded.known_tokenizer, "I think. lamp")
-    keep_answer(loaded, [user("Who")], said("I think. lamp"), tokens, answer_tokens, "")
-    messages = [user("Who"), said("I think. lamp"), user("Why")]
-    told = chat_tokens(loaded, False, messages, None, answer_tokens)
-    assert "think" not in loaded.text(told)
-
-
-def test_what_a_template_puts_ahead_of_earlier_answers_stays():
-    template = CHAT.replace("{{ m.content }}", "{{ '(so) ' if m.role == 'assistant' }}{{ m.content }}")
-    loaded, answer_tokens = Fake(template=template), AnswerTokens()
-    tokens = encode_text(loaded.known_tokenizer, "lamp")
-    keep_answer(loaded, [user("Who")], said("lamp"), tokens, answer_tokens, "")
-    told = chat_tokens(loaded, False, [user("Who"), said("lamp"), user("Why")], None, answer_tokens)
-    assert "(so) lamp" in loaded.text(told)
+    loaded, answer_tokens = Fake(template=CHAT.replace("{{ m.content }}", content)), AnswerTokens()
+    tokens = encode_text(loaded.known_tokenizer, answer)
+    keep_answer(loaded, [user("Who")], said(answer), tokens, answer_tokens, "")
+    messages = [user("Who"), said(answer), user("Why")]
+    assert (told in loaded.text(chat_tokens(loaded, False, messages, None, answer_tokens))) == shown
 
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_what_the_system_says(stored, role):
+def test_system_messages(stored, role):
     loaded = Fake(template=CHAT)
     tokens = chat_tokens(loaded, stored, [{"role": role, "content": "Be brief."}, user("Who?")])
     text = loaded.text(tokens)
@@ -320,7 +316,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("say", "messages"), WRONG)
 @pytest.mark.parametrize("stored", [True, False])
-def test_what_cannot_be_read_is_refused_in_a_sentence(stored, say, messages):
+def test_invalid_messages_are_refused(stored, say, messages):
     with pytest.raises(WrongField, match=say) as refused:
         chat_tokens(Fake(template=CHAT), stored, messages)
     assert refused.value.param == "messages"
@@ -335,13 +331,13 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(stored, say, messages):
         (UNSEEN, [user("Where?"), called("look"), answered("Here.")], None, "knows no tools"),
     ],
 )
-def test_what_a_template_would_leave_out_is_refused(stored, template, messages, tools, say):
+def test_tools_that_a_template_would_leave_out_are_refused(stored, template, messages, tools, say):
     with pytest.raises(WrongField, match=say) as refused:
         chat_tokens(Fake(template=template), stored, messages, tools)
     assert refused.value.param == "tools"
 
 
-def test_what_a_template_says_when_it_refuses_is_passed_on():
+def test_the_reason_of_a_template_that_refuses_is_passed_on():
     template = CHAT + "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}"
     loaded = Fake()
     loaded.known_tokenizer = tokenizer_of("byte level", "added", template)

@@ -186,6 +186,7 @@ def test_rope_is_scaled_as_asked_and_by_default_as_for_the_models_other_stores(r
         job = running.prefill(name, tiny.name, [text("facts.txt")], index=False, **how)
         (made,) = over(running, job)
         assert made.state == "done", made.error
+        until(lambda job=job: [path.name for path in running._files.of(job.id).iterdir()] == ["job.json"])
         catalog.refresh()
     scaled = {name: KVStore.open(shelf / f"{name}.kv").manifest.scaled for name in ("long", "again", "plain")}
     assert scaled == {"long": "linear:2", "again": "linear:2", "plain": ""}
@@ -215,19 +216,6 @@ def test_a_process_of_its_own_says_why_it_failed(running, shelf):
     (failed,) = over(running, running.prefill("book", None, [text("facts"), picture]))
     assert failed.error == "a.gif cannot be read, because it is an image: leave it out"
     assert [path.name for path in shelf.iterdir()] == [".jobs"]
-
-
-@pytest.mark.slow
-def test_a_store_is_made_by_a_process_of_its_own(running, catalog, shelf):
-    job = running.prefill("book", None, [text("facts")], options=CHUNK)
-    assert job.state == "queued"
-    (done,) = over(running, job, seconds=600)
-    assert (done.state, done.error) == ("done", None)
-    assert done.result is not None
-    assert catalog.entry("book").tokens == done.result["n_tokens"]
-    assert catalog.entry("book").recall == done.result["recall"] is not None
-    assert sorted(path.name for path in shelf.iterdir()) == [".jobs", "book.kv", "book.kv.indexes"]
-    assert [path.name for path in running._files.of(job.id).iterdir()] == ["job.json"]
 
 
 def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(running, says):
@@ -263,7 +251,7 @@ def test_progress_tells_the_time_that_is_left(running, says):
     assert 0 < half.seconds_left < time.monotonic() - began
 
 
-def test_a_failure_is_its_sentence_and_can_be_tried_again(running, says, catalog):
+def test_a_failed_job_keeps_its_error_and_can_be_retried(running, says, catalog):
     says([HALF, {"error": "the disk is full."}], [DONE])
     (failed,) = over(running, running.prefill("book", None, [text("facts")]))
     assert (failed.state, failed.error) == ("failed", "the disk is full.")
@@ -295,7 +283,7 @@ def test_a_full_disk_stops_no_later_job(running, says, monkeypatch):
     assert [job.state for job in over(running, *later)] == ["done", "done"]
 
 
-def test_whatever_a_job_raises_the_next_one_runs(running, says):
+def test_an_unexpected_error_of_a_job_does_not_stop_the_next(running, says):
     says([{"stage": "of another release"}], [DONE])
     both = [running.prefill(name, None, [text("a")]) for name in ("first", "second")]
     ended = over(running, *both)
@@ -380,7 +368,7 @@ def test_a_new_job_takes_the_place_of_one_that_failed(running, says):
     assert state(running, failed) == "cancelled"
 
 
-def test_what_no_store_can_be_made_of_is_refused_at_once(running, shelf, catalog):
+def test_invalid_documents_models_and_options_are_refused_at_once(running, shelf, catalog):
     for names in ([], [""], ["a\nb"], ["x" * 501], ["a", "a"], map(str, range(10_001))):
         refused(WrongField, "document", running.prefill, "book", None, [*map(text, names)])
     for model in ("https://host/model", str(shelf)):
@@ -423,7 +411,7 @@ def test_a_server_without_a_folder_makes_no_stores(shelf):
         refused(ConfigError, "by itself", running.delete, "book")
 
 
-def test_a_server_that_is_for_reading_changes_nothing(started, shelf, book):
+def test_read_only_jobs_change_nothing(started, shelf, book):
     (shelf / ".jobs").mkdir()
     running = started(read_only=True)
     for change in ((running.prefill, "new", None), (running.append, "book")):

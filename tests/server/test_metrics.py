@@ -41,16 +41,18 @@ def answered(watch: Watch, *deltas: int, finish: str = "stop") -> None:
 
 def test_a_request_waits_runs_and_ends():
     metrics = Metrics()
+
+    def queue() -> tuple[float, float]:
+        seen = samples(metrics)
+        return seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]
+
     watch = metrics.watch("book")
-    seen = samples(metrics)
-    assert (seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]) == (1, 0)
+    assert queue() == (1, 0)
     watch.started()
-    seen = samples(metrics)
-    assert (seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]) == (0, 1)
+    assert queue() == (0, 1)
     watch.event(Ended(0, "stop"))
     watch.event(Done(USAGE, StepStats()))
-    seen = samples(metrics)
-    assert (seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]) == (0, 0)
+    assert queue() == (0, 0)
 
 
 def test_tokens_are_counted_and_timed():
@@ -69,7 +71,7 @@ def test_tokens_are_counted_and_timed():
     assert seen["request_success_total", "length", "book"] == 0
 
 
-def test_several_answers_have_gaps_of_their_own():
+def test_latency_between_tokens_is_timed_per_answer():
     metrics = Metrics()
     watch = metrics.watch("book")
     for index in (0, 1, 0, 1):
@@ -97,7 +99,7 @@ def test_what_does_not_end_well_is_counted_once_and_waits_no_longer(started, rea
     assert sum(value for name, value in seen.items() if name[0] == "request_success_total") == 1
 
 
-def test_passes_add_up():
+def test_costs_of_passes_are_added():
     metrics = Metrics()
     for _ in range(2):
         stats = StepStats(selected=5, bytes_moved=640, cache_hits=3, cache_misses=2, search_s=0.5)
@@ -112,7 +114,7 @@ def test_passes_add_up():
     assert seen["iteration_stage_seconds_total", "search"] == 1.0
 
 
-def test_what_others_know_is_read_when_somebody_looks():
+def test_gauges_are_read_on_demand():
     metrics, jobs = Metrics(), {"running": 1.0}
     metrics.read("jobs", "Jobs, by state.", lambda: jobs, label="state")
     metrics.read("kv_cache_usage_perc", "Share.", lambda: 0.25)
@@ -181,7 +183,7 @@ def test_records_within_a_request_name_it_and_others_do_not():
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
-def test_a_value_never_becomes_a_line(style):
+def test_logged_values_cannot_forge_lines(style):
     out = log(style)
     with logged_request(model="book\n2026 error all is lost\x1b[2J\u2028"):
         LOG.info("a message\nwith a break")

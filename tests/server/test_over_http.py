@@ -49,23 +49,6 @@ def test_a_question_of_the_command_line_is_answered_as_without_a_server(url, she
     assert (there.code, there.out) == (0, here.out)
 
 
-def test_a_prompts_log_probabilities_are_the_models(client, service):
-    loaded = service.loaded_models.model(service.catalog.entry("model"))
-    ids = [1, *range(70, 90)]
-    with torch.inference_mode():
-        exact = loaded.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    (choice,) = client.completions.create(
-        model="model", prompt=ids, echo=True, logprobs=1, max_tokens=1
-    ).choices
-    known = choice.logprobs
-    assert len(known.tokens) == len(known.top_logprobs) == len(ids) + 1
-    assert known.token_logprobs[0] is None
-    for at, token in enumerate(ids[1:]):
-        assert math.isclose(known.token_logprobs[at + 1], float(exact[at, token]), abs_tol=1e-3)
-        assert math.isclose(max(known.top_logprobs[at + 1].values()), float(exact[at].max()), abs_tol=1e-3)
-    assert math.isclose(known.token_logprobs[-1], float(exact[-1].max()), abs_tol=1e-3)
-
-
 def test_a_text_that_ends_at_once_is_scored_up_to_its_end_token(serve, shelf):
     service = serve()
     loaded = service.loaded_models.model(service.catalog.entry("book"))

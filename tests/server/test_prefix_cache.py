@@ -85,7 +85,7 @@ def test_a_conversation_that_was_found_goes_on_as_one_that_runs_it_all(opened, f
         prefix_cache.keep(KEY, found)
 
 
-def test_what_differs_in_model_selector_options_or_store_is_not_mixed():
+def test_conversations_of_another_model_selector_options_or_store_are_not_taken():
     prefix_cache, options = PrefixCache(1 << 30), {"a": 1, "b": 2}
     prefix_cache.keep(prefix_key("book", "topk", options, "d"), Said([10, 11]))
     for other in (
@@ -120,7 +120,7 @@ def test_the_bytes_are_those_of_the_tensors_and_bounded(opened):
     assert prefix_cache.take(KEY, list(range(10, 90))).tokens == list(range(10, 30))
 
 
-def test_there_are_not_more_than_can_be_looked_through(monkeypatch):
+def test_the_number_of_cached_conversations_is_bounded(monkeypatch):
     monkeypatch.setattr("offload_decode.server.prefix_cache.MOST_CONVERSATIONS", 2)
     prefix_cache = PrefixCache(1 << 30)
     for token in (3, 4, 5):
@@ -128,14 +128,14 @@ def test_there_are_not_more_than_can_be_looked_through(monkeypatch):
     assert [prefix_cache.take(KEY, [token, 9]) is None for token in (3, 4, 5)] == [True, False, False]
 
 
-def test_without_memory_nothing_is_kept():
+def test_a_cache_of_zero_bytes_keeps_nothing():
     prefix_cache, conversation = PrefixCache(0), Said([10, 11])
     conversation.trim = None  # nor is anything copied
     prefix_cache.keep(KEY, conversation)
     assert prefix_cache.take(KEY, [10, 11, 12]) is None
 
 
-def test_those_of_a_model_or_a_key_are_dropped():
+def test_conversations_of_a_model_or_a_key_are_dropped():
     prefix_cache = PrefixCache(1 << 30)
     keys = [prefix_key(*key, {}, "") for key in (("book", "dense"), ("cook", "dense"), ("cook", "topk"))]
     for key in keys:
@@ -146,7 +146,7 @@ def test_those_of_a_model_or_a_key_are_dropped():
     assert len(prefix_cache) == 1
 
 
-def test_a_fork_shares_until_it_appends(opened):
+def test_forks_share_generated_kv_until_they_append(opened):
     prefix_cache = PrefixCache(1 << 30)
     prefix_cache.keep(KEY, ran(opened(), [10, 11, 12])[0])
     one, two = prefix_cache.take(KEY, [10, 11, 99]), prefix_cache.take(KEY, [10, 11, 98])
@@ -165,7 +165,7 @@ def test_a_fork_shares_until_it_appends(opened):
     torch.testing.assert_close(again.extend([13]), ran(opened(), [10, 11, 12, 13])[1], atol=1e-4, rtol=0)
 
 
-def test_a_selector_that_remembers_goes_on_from_the_end_alone(opened):
+def test_a_stateful_selector_continues_only_from_the_end(opened):
     engine, prefix_cache = opened(selector="h2o", budget="40"), PrefixCache(1 << 30)
     engine.ask("Who?")
     for _ in engine.generate(engine.extend([50]), 5):

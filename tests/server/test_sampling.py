@@ -99,18 +99,7 @@ def test_penalties_are_those_that_openai_defines(loaded):
     assert torch.equal(logits, before), "the logits stay as they are"
 
 
-def test_a_bias_of_100_forces_a_token_and_of_minus_100_bans_it(loaded):
-    assert set(drawn(loaded, logit_bias={17: 100}, temperature=1.0)) == {17}
-    best = drawn(loaded, many=1)[0]
-    assert drawn(loaded, many=1, logit_bias={best: -100}) != [best]
-
-
-def test_a_presence_penalty_goes_through_new_tokens_first(loaded):
-    assert len(set(drawn(loaded))) == 1
-    assert len(set(drawn(loaded, presence_penalty=2.0))) == 12
-
-
-def test_a_seed_is_an_answer_and_each_of_n_has_a_stream_of_its_own(loaded):
+def test_a_seed_repeats_an_answer_and_each_of_n_has_its_own_random_stream(loaded):
     wanted = {"temperature": 1.0, "seed": 5}
     single = drawn(loaded, **wanted)
     assert drawn(loaded, **wanted, index=0) == single

@@ -2,7 +2,6 @@
 
 import gc
 import random
-import shutil
 import time
 import weakref
 
@@ -125,7 +124,7 @@ def test_a_long_question_runs_in_parts_while_others_are_answered(serve, monkeypa
 
 
 @pytest.mark.parametrize(("selector", "most"), [("h2o", 64), ("snapkv", 1000)])
-def test_questions_that_share_no_pass_share_the_time_of_a_step(serve, monkeypatch, selector, most):
+def test_prompts_of_several_groups_share_the_time_of_a_step(serve, monkeypatch, selector, most):
     class Known(dict):
         def get(self, *_):
             return 1 / 64
@@ -158,7 +157,7 @@ def test_questions_that_share_no_pass_share_the_time_of_a_step(serve, monkeypatc
     assert 0 < max(steps) <= most
 
 
-def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
+def test_a_cancelled_request_frees_its_memory(service):
     listener = ask(service, tokens=5000)
     listener.until(Delta)
     (running,) = service.scheduler._running
@@ -170,7 +169,7 @@ def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
     assert ask(service).all().error is None
 
 
-def test_an_answer_that_has_ended_is_kept_by_nobody(service, monkeypatch):
+def test_a_finished_request_is_freed_without_the_garbage_collector(service, monkeypatch):
     """Who asked holds the ticket, and the request tells who asked: without a collector both would stay."""
     made, begin = [], RunningRequest.__init__
     monkeypatch.setattr(
@@ -186,7 +185,7 @@ def test_an_answer_that_has_ended_is_kept_by_nobody(service, monkeypatch):
         gc.enable()
 
 
-def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
+def test_a_request_cancelled_at_its_end_is_not_left_running(service):
     class Leaving(Listener):
         def __call__(self, event):
             super().__call__(event)
@@ -235,13 +234,12 @@ def test_an_answer_that_takes_too_long_is_ended(service):
     assert "0.3 seconds" in str(heard.error)
 
 
-def test_a_store_that_is_damaged_fails_its_own_requests_alone(serve, shelf, tmp_path, answer):
-    shutil.copytree(shelf / "stores", tmp_path / "stores")
-    service = serve(tmp_path / "stores")
+def test_a_store_that_is_damaged_fails_its_own_requests_alone(serve, own, answer):
+    service = serve(own)
     good, bad = ask(service, "book", tokens=50), ask(service, "notes", tokens=5000)
     for listener in (good, bad):
         listener.until(Delta)
-    for file in (tmp_path / "stores" / "notes.kv" / "layers").glob("*/values/c.*"):
+    for file in (own / "notes.kv" / "layers").glob("*/values/c.*"):
         with file.open("r+b") as handle:
             handle.truncate(file.stat().st_size // 2)
     heard = bad.all()
@@ -277,7 +275,7 @@ def test_a_second_turn_runs_its_own_tokens_alone(service, answer):
     assert anew.tokens == again.tokens
 
 
-def test_what_runs_has_a_moment_to_end_when_the_server_stops(serve):
+def test_running_answers_have_a_grace_period_when_the_server_stops(serve):
     service = serve()
     listener, endless = ask(service, tokens=20), ask(service, tokens=100_000)
     endless.until(Delta)
@@ -305,10 +303,13 @@ def test_an_answer_names_the_passages_it_attended_to(service):
     for span in document.spans:
         assert span.text in TEXTS["book"]
         assert 0 < span.share <= document.share + 1e-6
+    assert not any(kept.prefix.watches for kept in service.prefix_cache._entries), (
+        "nor do they go on watching"
+    )
     assert ask(service).all().citations is None
 
 
-def test_a_request_that_failed_tells_nothing_more(service, monkeypatch):
+def test_a_failed_request_emits_no_more_events(service, monkeypatch):
     """One of its answers fails: in the same pass others of its answers had their tokens too."""
     take = RunningRequest._take
 
@@ -324,12 +325,7 @@ def test_a_request_that_failed_tells_nothing_more(service, monkeypatch):
     assert listener.events.empty()
 
 
-def test_what_is_remembered_of_an_answer_watches_nothing(service):
-    assert ask(service, cite=True).all().error is None
-    assert [kept.prefix.watches for kept in service.prefix_cache._entries] == [()]
-
-
-def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
+def test_logits_of_a_question_that_runs_whole_count_as_memory(serve):
     service = serve(running_bytes=800_000)
     heard = complete(service, "book", [70] * 300, 0, selector="topk", prompt_logprobs=0)
     assert len(heard.scores) == 300

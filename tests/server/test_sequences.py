@@ -77,8 +77,3 @@ def test_an_endless_run_of_broken_characters_is_shown_at_the_end():
     tokens = broken * 300 + tokenizer.encode(" is calm" * 30, add_special_tokens=False)
     shown, _ = read(tokenizer, tokens)
     assert "".join(shown) == tokenizer.decode(tokens).strip()
-
-
-def test_a_stop_string_may_span_tokens_and_ends_the_text_for_good():
-    shown, stopped = read(Words(["one\n", "\nQues", "tion: two", " three"]), range(4), ("\n\nQuestion:",))
-    assert (shown, stopped) == (["one", "", "", "", ""], True)

@@ -1,19 +1,19 @@
 """A server under clients that come, ask at random and leave: what it withstands, and gives back."""
 
-import asyncio
-import contextlib
-import json
 import random
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import pytest
+from openai import OpenAI, OpenAIError
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.conftest import PROGRAM
@@ -99,46 +99,33 @@ class Crowd:
     left: int = 0
     errors: list[str] = field(default_factory=list)
 
-    async def stay(self, clients: int, seconds: float) -> None:
+    def stay(self, clients: int, seconds: float) -> None:
         """So many ask again and again for so long."""
         until = time.monotonic() + seconds
-        async with httpx.AsyncClient(base_url=self.server.base, timeout=120, trust_env=False) as http:
-            await asyncio.gather(*(self._one(http, until) for _ in range(clients)))
+        with ThreadPoolExecutor(clients) as pool:
+            for one in [pool.submit(self._one, until) for _ in range(clients)]:
+                one.result()
 
-    async def _one(self, http: httpx.AsyncClient, until: float) -> None:
-        while time.monotonic() < until:
-            body = self._body()
-            if self.rng.random() >= HANG_UPS:
+    def _one(self, until: float) -> None:
+        http = httpx.Client(trust_env=False)
+        with OpenAI(
+            base_url=f"{self.server.base}/v1", api_key="none", max_retries=0, http_client=http
+        ) as client:
+            while time.monotonic() < until:
+                body, leaves = self._body(), self.rng.random() < HANG_UPS
+                # Before the first token, or behind some.
+                patience = self.rng.uniform(0.01, 0.5) if leaves and self.rng.random() < 0.5 else 120
+                most = self.rng.randrange(1, body["max_tokens"]) if leaves and patience == 120 else 1 << 30
+                self.left += leaves
                 try:
-                    await self._answered(http, body)
-                    self.whole += 1
-                except (httpx.HTTPError, ValueError) as error:
-                    self.errors.append(f"{type(error).__name__}: {error}")
-                continue
-            self.left += 1
-            if self.rng.random() < 0.5:  # whenever it may be, before the first token too
-                with contextlib.suppress(TimeoutError, httpx.HTTPError):
-                    await asyncio.wait_for(self._answered(http, body), self.rng.uniform(0.0, 0.5))
-            else:
-                with contextlib.suppress(httpx.HTTPError):
-                    await self._answered(http, body, self.rng.randrange(1, body["max_tokens"]))
-
-    async def _answered(self, http: httpx.AsyncClient, body: dict[str, Any], hang_up: int = 1 << 30) -> None:
-        """Reads all of an answer or hangs up after so many events. Raises `ValueError` if it is not whole."""
-        finished, events = False, 0
-        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                raise ValueError((await response.aread()).decode(errors="replace")[:300])
-            async for line in response.aiter_lines():
-                if line.startswith("data:") and line != "data: [DONE]":
-                    event, events = json.loads(line[5:]), events + 1
-                    if "error" in event:
-                        raise ValueError(str(event["error"]))
-                    finished |= any(choice.get("finish_reason") for choice in event.get("choices") or ())
-                    if events >= hang_up:
-                        return
-        if not finished:
-            raise ValueError("the stream ended before the answer did")
+                    with client.chat.completions.create(stream=True, timeout=patience, **body) as chunks:
+                        read = list(islice(chunks, most))
+                    ends = sum(bool(choice.finish_reason) for chunk in read for choice in chunk.choices)
+                    assert leaves or ends == body["n"], "the stream ended before the answer did"
+                    self.whole += not leaves
+                except (OpenAIError, httpx.HTTPError, AssertionError) as error:
+                    if not leaves:
+                        self.errors.append(f"{type(error).__name__}: {error}")
 
     def _body(self) -> dict[str, Any]:
         rng, model = self.rng, self.rng.choice(self.models)
@@ -149,8 +136,7 @@ class Crowd:
             "max_tokens": rng.randrange(2, MOST_TOKENS),
             "temperature": rng.choice((0.0, 1.0)),
             "n": rng.choice((1, 1, 1, 2)),
-            "stream": True,
-            **(rng.choice(SELECTORS) if model != self.models[-1] else {}),
+            "extra_body": rng.choice(SELECTORS) if model != self.models[-1] else {},
         }
 
 
@@ -170,13 +156,13 @@ def crowd(stores):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_clients_that_come_and_leave(crowd):
+def test_memory_returns_to_normal_after_clients_come_and_leave(crowd):
     for _ in range(8):  # until everything has been opened, compiled and filled once
-        asyncio.run(crowd.stay(CLIENTS, 4))
+        crowd.stay(CLIENTS, 4)
         if crowd.server.metric("kv_cache_usage_perc") > 0.8:
             break
     before = crowd.server.bytes_at_rest()
-    asyncio.run(crowd.stay(CLIENTS, 12))
+    crowd.stay(CLIENTS, 12)
     assert crowd.server.bytes_at_rest() <= 1.05 * before
     assert crowd.server.busy() == 0
     assert crowd.errors == []
@@ -185,19 +171,16 @@ def test_nothing_is_left_of_clients_that_come_and_leave(crowd):
 
 @pytest.mark.slow
 def test_a_server_killed_under_load_leaves_whole_stores_and_serves_again(crowd):
-    async def killed_under(load: Callable[[], Any]) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(load())
-            await asyncio.sleep(2)
-            crowd.server.kill()
-
-    asyncio.run(killed_under(lambda: crowd.stay(CLIENTS, 4)))
+    killer = threading.Timer(2, crowd.server.kill)
+    killer.start()
+    crowd.stay(CLIENTS, 4)
+    killer.join()
     assert crowd.errors, "nobody was asking"
     for store in crowd.server.stores:
         subprocess.run([*PROGRAM, "verify", str(store), "--quiet"], capture_output=True, check=True)
     crowd.server.start()
     crowd.errors.clear()
     crowd.whole = 0
-    asyncio.run(crowd.stay(4, 2))
+    crowd.stay(4, 2)
     assert crowd.errors == []
     assert crowd.whole > 0

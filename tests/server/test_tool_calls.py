@@ -150,15 +150,15 @@ def test_a_call_of_hermes_comes_as_soon_as_it_is_whole():
         (HERMES, "one < two <tool"),
     ],
 )
-def test_what_is_no_call_is_shown_as_it_is(form, text):
+def test_text_that_is_no_call_is_shown(form, text):
     assert read(form, [text]) == (text, [])
 
 
-def test_a_call_that_is_whole_but_for_its_end_is_one():
+def test_a_call_without_its_end_marker_is_read():
     assert read(HERMES, ['<tool_call>{"name": "add", "arguments": {}}\n']) == ("", [("add", {})])
 
 
-def test_ids_are_of_nine_letters_and_digits_each_another():
+def test_call_ids_are_nine_unique_letters_and_digits():
     calls = CallParser(HERMES, NAMES).push(WRITTEN["hermes"])[1]
     assert len({call.id for call in calls}) == 2
     assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
@@ -251,7 +251,7 @@ def test_special_tokens_of_calls_are_shown_and_no_others():
     assert chosen.grammar is None
 
 
-def test_no_tools_are_no_choice():
+def test_without_tools_nothing_is_chosen():
     loaded = loaded_with("hermes")
     assert choice_of(loaded, None, None) is None
     assert choice_of(loaded, [], "auto") is None
@@ -271,7 +271,7 @@ def test_no_tools_are_no_choice():
         ("hermes", [{"function": {"name": "f", "parameters": {"not": {}}}}], "required", "tools", "not"),
     ],
 )
-def test_what_cannot_be_called_is_refused(template, tools, choice, param, reason):
+def test_invalid_tools_and_choices_are_refused(template, tools, choice, param, reason):
     with pytest.raises(WrongField, match=reason) as refused:
         choice_of(loaded_with(template), tools, choice)
     assert refused.value.param == param

@@ -10,11 +10,11 @@ import pytest
 from offload_decode.server.requests import Busy, Loading, TimedOut, ToolCall, WrongField
 from tests.server.fakes import STORED
 
-ASKED = [{"role": "user", "content": "Who wrote it?"}]
+ASKED = {"model": "book", "messages": [{"role": "user", "content": "Who wrote it?"}]}
 
 
 def test_an_answer_is_openais(client):
-    answer = client.chat.completions.create(model="book", messages=ASKED)
+    answer = client.chat.completions.create(**ASKED)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "Who wrote it?")
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
@@ -26,10 +26,9 @@ def test_an_answer_is_openais(client):
     assert answer.usage.prompt_tokens_details.cached_tokens == STORED
 
 
-def test_what_is_asked_for_reaches_the_service(client, service):
+def test_fields_of_a_request_reach_the_service(client, service):
     client.chat.completions.create(
-        model="book",
-        messages=ASKED,
+        **ASKED,
         max_completion_tokens=5,
         temperature=0.5,
         top_p=0.9,
@@ -57,8 +56,8 @@ def test_what_is_asked_for_reaches_the_service(client, service):
     assert written.grammar == {"json_schema": {"type": "object"}}
 
 
-def test_what_is_not_named_is_the_servers(client, service):
-    client.chat.completions.create(model="book", messages=ASKED, stop="x", temperature=None, n=None)
+def test_fields_left_out_default_to_the_servers_settings(client, service):
+    client.chat.completions.create(**ASKED, stop="x", temperature=None, n=None)
     written = service.tickets[0].asked.generation
     settings = service.settings
     assert (written.max_tokens, written.temperature) == (None, settings.temperature)
@@ -66,7 +65,7 @@ def test_what_is_not_named_is_the_servers(client, service):
 
 
 def test_a_stream_is_the_answer_in_chunks(client):
-    chunks = list(client.chat.completions.create(model="book", messages=ASKED, stream=True, n=2))
+    chunks = list(client.chat.completions.create(**ASKED, stream=True, n=2))
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
     for index in range(2):
         own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
@@ -77,27 +76,16 @@ def test_a_stream_is_the_answer_in_chunks(client):
 
 
 def test_the_last_chunk_tells_the_usage_where_it_is_asked_for(client):
-    given = {"include_usage": True}
-    chunks = list(
-        client.chat.completions.create(model="book", messages=ASKED, stream=True, stream_options=given)
-    )
+    asked = {**ASKED, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**asked))
     assert all(chunk.to_dict()["usage"] is None and chunk.choices for chunk in chunks[:-1])
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == STORED
 
 
-def test_a_stream_ends_with_done(url):
-    body = {"model": "book", "messages": ASKED, "stream": True}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
-
-
 def test_log_probabilities_of_the_tokens_and_of_the_likeliest(client):
-    asked = {"model": "book", "messages": ASKED, "logprobs": True, "top_logprobs": 2}
+    asked = {**ASKED, "logprobs": True, "top_logprobs": 2}
     answer = client.chat.completions.create(**asked)
     content = answer.choices[0].logprobs.content
     assert [one.token for one in content] == list("Who wrote it?")
@@ -112,9 +100,7 @@ def test_log_probabilities_of_the_tokens_and_of_the_likeliest(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_citations_and_cost_come_with_the_answer(client, stream):
-    answer = client.chat.completions.create(
-        model="book", messages=ASKED, stream=stream, extra_body={"citations": True}
-    )
+    answer = client.chat.completions.create(**ASKED, stream=stream, extra_body={"citations": True})
     last = list(answer)[-1] if stream else answer
     (cited,) = last.to_dict()["citations"]
     assert (cited["name"], cited["share"]) == ("minutes.txt", 0.75)
@@ -125,7 +111,7 @@ def test_citations_and_cost_come_with_the_answer(client, stream):
 def test_calls_of_tools_come_whole_and_in_order(client, service):
     service.calls = (ToolCall("c1", "find", '{"name": "Ada"}'), ToolCall("c2", "find", "{}"))
     function = {"name": "find", "parameters": {"type": "object"}}
-    asked = {"model": "book", "messages": ASKED, "tools": [{"type": "function", "function": function}]}
+    asked = {**ASKED, "tools": [{"type": "function", "function": function}]}
     choice = client.chat.completions.create(**asked, tool_choice="required").choices[0]
     assert choice.finish_reason == "tool_calls"
     assert [(call.id, call.function.arguments) for call in choice.message.tool_calls] == [
@@ -156,7 +142,7 @@ def test_calls_of_tools_come_whole_and_in_order(client, service):
 def test_errors_are_openais(client, service, fault, status, raised, stream):
     service.fault = fault
     with pytest.raises(raised) as caught:
-        client.chat.completions.create(model="book", messages=ASKED, stream=stream)
+        client.chat.completions.create(**ASKED, stream=stream)
     error = caught.value
     assert error.status_code == status
     assert "secret" not in error.message
@@ -167,24 +153,18 @@ def test_errors_are_openais(client, service, fault, status, raised, stream):
     assert error.param == getattr(fault, "param", None)
 
 
-def test_a_name_that_is_not_there(client):
-    with pytest.raises(openai.NotFoundError, match="there are book, tiny") as caught:
-        client.chat.completions.create(model="nope", messages=ASKED)
-    assert caught.value.code == "model_not_found"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_after_the_first_token_ends_the_answer(client, service, stream):
     service.late = TimedOut("it took too long")
     with pytest.raises(openai.APIError, match="it took too long"):
-        list(client.chat.completions.create(model="book", messages=ASKED, stream=stream))
+        list(client.chat.completions.create(**ASKED, stream=stream))
 
 
-def test_one_that_fails_at_once_has_its_status_though_it_streams(client, service):
+def test_a_stream_that_fails_at_once_has_an_error_status(client, service):
     service.wait_s = 0.05
     service.early = TimedOut("it waited too long")
     with pytest.raises(openai.InternalServerError) as caught:
-        client.chat.completions.create(model="book", messages=ASKED, stream=True)
+        client.chat.completions.create(**ASKED, stream=True)
     assert caught.value.status_code == 504
 
 
@@ -192,28 +172,29 @@ def test_one_that_fails_at_once_has_its_status_though_it_streams(client, service
 def test_a_client_that_hangs_up_cancels_its_request(client, service, stream):
     service.pace_s = 0.05
     if stream:
-        chunks = client.chat.completions.create(model="book", messages=ASKED, stream=True)
+        chunks = client.chat.completions.create(**ASKED, stream=True)
         next(iter(chunks))
         chunks.close()
     else:
         with pytest.raises(openai.APITimeoutError):
-            client.chat.completions.create(model="book", messages=ASKED, timeout=0.1)
+            client.chat.completions.create(**ASKED, timeout=0.1)
     assert service.tickets[0].cancelled.wait(2)
     assert service.tickets[0].over.wait(2)
 
 
-def test_one_that_hangs_up_while_it_waits_is_cancelled_too(client, service):
+def test_a_client_that_hangs_up_before_the_first_event_cancels_its_request(client, service):
     service.wait_s = 0.3
     with pytest.raises(openai.APITimeoutError):
-        client.chat.completions.create(model="book", messages=ASKED, stream=True, timeout=0.05)
+        client.chat.completions.create(**ASKED, stream=True, timeout=0.05)
     assert service.tickets[0].cancelled.wait(0.2)
 
 
 def test_comments_keep_a_silent_stream_open(url, service, monkeypatch):
     monkeypatch.setattr("offload_decode.server.http.streaming.QUIET_S", 0.02)
     service.wait_s = 0.1
-    body = {"model": "book", "messages": ASKED, "stream": True}
+    body = {**ASKED, "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
         assert next(lines) == ": ping"
         assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -222,7 +203,7 @@ def test_comments_keep_a_silent_stream_open(url, service, monkeypatch):
 def test_fields_that_are_not_known_are_named_once(client, caplog):
     caplog.set_level("INFO", "offload_decode.server")
     for _ in range(2):
-        client.chat.completions.create(model="book", messages=ASKED, extra_body={"frobnicate\n": 1})
+        client.chat.completions.create(**ASKED, extra_body={"frobnicate\n": 1})
     (line,) = [one for one in caplog.messages if "frobnicate" in one]
     assert "\n" not in line
 
@@ -262,7 +243,7 @@ def test_fields_that_are_not_known_are_named_once(client, caplog):
     ],
 )
 def test_a_field_that_cannot_be_is_named(url, changed, param):
-    body = json.dumps({"model": "book", "messages": ASKED} | changed)  # NaN is sent as it is
+    body = json.dumps(ASKED | changed)  # NaN is sent as it is
     given = {"Content-Type": "application/json"}
     answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=given)
     assert answer.status_code == 400

@@ -10,17 +10,11 @@ from offload_decode.server.requests import Busy, Loading
 from tests.server.fakes import STORED
 
 
-def test_a_text_goes_on(client):
-    answer = client.completions.create(model="book", prompt="abc")
-    (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason, choice.logprobs) == ("cba", "stop", None)
-    assert answer.usage.prompt_tokens == STORED + 3
-
-
 @pytest.mark.parametrize("prompt", ["abc", ["abc"], [97, 98, 99], [[97, 98, 99]]])
 def test_a_prompt_is_a_text_or_tokens_alone_or_in_a_list(client, prompt):
     answer = client.completions.create(model="book", prompt=prompt)
-    assert [choice.text for choice in answer.choices] == ["cba"]
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == ("cba", "stop", None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -64,12 +58,12 @@ def test_a_prompt_alone_can_be_scored(client):
     assert choice.logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -0.5}]
 
 
-def test_sixteen_tokens_where_none_are_named(client, service):
+def test_max_tokens_defaults_to_sixteen(client, service):
     client.completions.create(model="book", prompt="abc")
     assert service.tickets[0].asked.generation.max_tokens == 16
 
 
-def test_a_prompt_that_is_refused_takes_the_others_with_it(client, service):
+def test_one_refused_prompt_cancels_the_others(client, service):
     taken = service.complete
 
     def one_only(asked, emit):
@@ -84,7 +78,7 @@ def test_a_prompt_that_is_refused_takes_the_others_with_it(client, service):
     assert service.tickets[0].cancelled.wait(1)
 
 
-def test_what_it_sends_is_what_openai_sends(url):
+def test_chunks_have_openais_fields(url):
     body = {"model": "book", "prompt": "ab", "stream": True}
     events = httpx.post(f"{url}/v1/completions", json=body).text.split("\n\n")
     first = json.loads(events[0].removeprefix("data: "))
@@ -110,24 +104,22 @@ def test_a_field_that_cannot_be_is_named(url, changed, param):
     assert answer.json()["error"]["param"].startswith(param)
 
 
-def test_every_store_is_a_model_and_so_is_its_model(client):
+def test_every_store_is_a_model_and_so_is_its_model(client, url):
     book, tiny = client.models.list().data
     assert (book.id, book.root, book.parent, book.owned_by) == ("book", "tiny", "tiny", "offload-decode")
     assert (book.tokens, book.created) == (STORED, 1_700_000_000)
     assert (tiny.id, tiny.root, tiny.parent) == ("tiny", "tiny", None)
+    assert "/srv" not in httpx.get(f"{url}/v1/models").text, "no folder of the server's is told"
 
 
-def test_one_of_them_by_its_name(client):
+def test_a_model_is_found_by_its_name(client):
     assert client.models.retrieve("book").id == "book"
-    with pytest.raises(openai.NotFoundError, match="there are book, tiny"):
+    with pytest.raises(openai.NotFoundError, match="there are book, tiny") as caught:
         client.models.retrieve("no/such")
+    assert caught.value.code == "model_not_found"
 
 
-def test_nothing_of_the_servers_folders_is_told(url):
-    assert "/srv" not in httpx.get(f"{url}/v1/models").text
-
-
-def test_tokens_of_a_text_and_of_messages(url):
+def test_texts_and_messages_become_tokens_and_tokens_a_text(url):
     said = httpx.post(f"{url}/tokenize", json={"model": "book", "prompt": "ab", "return_token_strs": True})
     assert said.json()["tokens"] == [0, 97, 98]
     assert said.json()["token_strs"] == ["\0", "a", "b"]
@@ -138,19 +130,16 @@ def test_tokens_of_a_text_and_of_messages(url):
     assert httpx.post(f"{url}/tokenize", json={"messages": messages}).json()["tokens"] == [0, 97, 98]
     neither = httpx.post(f"{url}/tokenize", json={"model": "book"})
     assert (neither.status_code, neither.json()["error"]["param"]) == (400, "prompt")
-
-
-def test_a_text_of_tokens(url):
     assert httpx.post(f"{url}/detokenize", json={"tokens": [97, 98]}).json() == {"prompt": "ab"}
 
 
-def test_what_a_client_must_know_of_a_tokenizer(url):
+def test_tokenizer_info(url):
     told = httpx.get(f"{url}/tokenizer_info").json()
     assert (told["bos_token"], told["eos_token"], told["vocab_size"]) == ("<s>", "</s>", 259)
     assert httpx.get(f"{url}/tokenizer_info", params={"model": "nope"}).status_code == 404
 
 
-def test_a_model_that_is_being_loaded_is_a_moment_away(url, service):
+def test_a_request_for_a_loading_model_is_answered_with_retry_after(url, service):
     service.fault = Loading("the model is being loaded", 2)
     answer = httpx.get(f"{url}/tokenizer_info")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")

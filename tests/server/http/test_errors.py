@@ -71,7 +71,7 @@ def test_metrics_are_what_prometheus_reads(client, service):
     assert "offload_decode:num_requests_waiting" in names
 
 
-def test_an_id_comes_back(client):
+def test_the_request_id_is_returned(client):
     assert client.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     first, second = (client.get("/health").headers["x-request-id"] for _ in range(2))
     assert first != second
@@ -79,7 +79,7 @@ def test_an_id_comes_back(client):
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "é", '"', ""])
-def test_an_id_that_is_no_plain_one_is_replaced(client, given):
+def test_an_invalid_request_id_is_replaced(client, given):
     told = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
     assert told.headers["x-request-id"] != given
     assert told.headers["x-request-id"].isalnum()
@@ -106,13 +106,13 @@ def test_failures_are_logged_with_their_status(client, lines):
     assert [line["status"] for line in seen if line["message"] == "request"] == [404, 500]
 
 
-def test_whoever_looks_after_the_server_fills_no_log(client, lines):
+def test_health_and_metrics_requests_are_not_logged(client, lines):
     client.get("/health")
     client.get("/metrics")
     assert not lines.getvalue()
 
 
-def test_a_client_that_left_early_is_logged_as_such(lines):
+def test_a_disconnected_client_is_logged_with_status_499(lines):
     async def gone(scope: Any, receive: Any, send: Any) -> None:
         raise asyncio.CancelledError
 

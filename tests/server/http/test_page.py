@@ -242,7 +242,7 @@ def test_a_key_is_asked_for(opened, serve):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_stands_in_the_way_of_anybody(page, scheme):
+def test_the_page_is_accessible(page, scheme):
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     _ask(page, "one")
     _ask(page, "two")

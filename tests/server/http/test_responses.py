@@ -45,7 +45,7 @@ def test_items_are_the_messages_of_a_chat(client, service):
     assert asked.generation.grammar == {"json_schema": {"type": "object"}}
 
 
-def test_one_that_is_cut_is_incomplete(client):
+def test_an_answer_cut_at_max_output_tokens_is_incomplete(client):
     answer = client.responses.create(model="book", input="Who wrote it?", max_output_tokens=3)
     assert (answer.output_text, answer.status) == ("Who", "incomplete")
     assert answer.incomplete_details.reason == "max_output_tokens"
@@ -109,7 +109,7 @@ def test_calls_of_tools_are_items_of_their_own(client, service):
     assert (before["content"], before["tool_calls"][0]["id"]) == ("Hm", "c1")
 
 
-def test_one_that_fails_says_so_in_its_stream(client, service):
+def test_a_failure_ends_the_stream_of_events(client, service):
     service.late = TimedOut("it took too long")
     last = list(client.responses.create(model="book", input="Who?", stream=True))[-1]
     assert (last.type, last.response.status) == ("response.failed", "failed")
@@ -131,7 +131,7 @@ def test_a_conversation_goes_on_from_its_last_response(client, service):
         assert caught.value.param == "previous_response_id"
 
 
-def test_what_is_remembered_is_bounded():
+def test_remembered_conversations_are_bounded():
     remembered = Conversations(100, len)
     for id in ("a", "b"):
         remembered.keep(id, "x" * 40)
@@ -143,7 +143,7 @@ def test_what_is_remembered_is_bounded():
     assert (remembered.find("d"), remembered.find("a")) == (None, "x" * 40)
 
 
-def test_an_item_that_is_none_is_named(client):
+def test_an_invalid_input_item_is_named(client):
     for item in ({"type": "function_call", "call_id": "c1"}, {"type": "message", "content": "x"}):
         with pytest.raises(openai.BadRequestError, match="input\\[0\\]"):
             client.responses.create(model="book", input=[item])
