@@ -95,6 +95,11 @@ def refused(code: int, *args: str | Path, stdin: str | bytes | None = None) -> s
     return ran.err.strip()
 
 
+def batch(questions: Path, out: Path, *given: str | Path) -> Ran:
+    """Run `batch` with the stores and options that are given."""
+    return run("batch", "--questions", questions, "--out", out, "--max-new-tokens", "4", *given)
+
+
 def write_lines(path: Path, *objects: dict[str, Any]) -> Path:
     """A JSONL file."""
     path.write_text("".join(json.dumps(one) + "\n" for one in objects))

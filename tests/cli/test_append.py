@@ -18,7 +18,7 @@ def news(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_document_more(copy, news):
+def test_a_document_is_appended_and_the_indexes_extended(copy, news):
     store = copy("s.kv")
     done("index", store, "--k", "10")
     ran = run("append", store, news)
@@ -67,7 +67,7 @@ def test_a_folder_with_rules(copy, tmp_path):
     assert "leave it out (--exclude)" in told
 
 
-def test_what_is_refused_in_a_sentence(home, copy, news, tmp_path):
+def test_wrong_use_of_append_is_refused(home, copy, news, tmp_path):
     store, empty, model = copy("s.kv"), tmp_path / "empty", tmp_path / "model"
     before = tree(store)
     empty.mkdir()
@@ -93,7 +93,7 @@ def test_what_is_refused_in_a_sentence(home, copy, news, tmp_path):
     assert "is damaged: layers/000/keys/c.0.0.0 (changed)" in refused(1, "append", store, news)
 
 
-def test_a_prefill_that_has_not_finished(home, tmp_path, news):
+def test_appending_to_an_unfinished_prefill_is_refused(home, tmp_path, news):
     partial = tmp_path / "s.kv.partial"
     partial.mkdir()
     (partial / "lock").touch()

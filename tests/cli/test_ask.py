@@ -1,8 +1,11 @@
-"""Where `ask` attends to stored tokens, and how it estimates the unselected ones."""
+"""`ask`: where it attends to stored tokens, how it estimates the unselected ones, and with which weights."""
+
+from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import json_of, refused, run
+from tests.cli.conftest import done, json_of, refused, run
+from tests.planning.outlines import llama_8b
 
 
 def test_the_answer_says_where_it_was_attended_to(store):
@@ -68,3 +71,69 @@ def test_everything_is_attended_to_where_that_is_faster_unless_a_search_is_asked
         told = json_of("ask", store, "Who?", "--max-new-tokens", "2", "-o", "budget=7", *options)
         assert ("attends" in told["search"]) == dense
         assert (told["stats"]["selected"] == told["stats"]["rows"] * told["stored_tokens"]) == dense
+
+
+@pytest.fixture(scope="module")
+def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that was prefilled with int8 weights."""
+    out = tmp_path_factory.mktemp("weights") / "small.kv"
+    made = ("--model", home / "model", "--out", out, "--weights", "int8", "--device", "cpu")
+    done("prefill", home / "corpus.txt", *made)
+    return out
+
+
+def test_inspect_and_ask_say_which_weights_prefilled(small, store):
+    assert "int8: the keys and values are the quantized model's" in run("inspect", small).out
+    assert json_of("inspect", small)["manifest"]["prefill"]["weights"] == "int8"
+    assert "quantized" not in run("inspect", store).out
+    ask = ("ask", small, "What?", "--max-new-tokens", "2", "--device", "cpu")
+    sentence = (
+        "The store was prefilled with int8 weights: its keys and values are those of the quantized model"
+    )
+    assert run(*ask).err == f"{sentence}.\n"
+    assert run(*ask, "--weights", "full").err == f"{sentence}, and it was asked with full weights.\n"
+    assert run(*ask, "--weights", "int4").err == f"{sentence}, and it was asked with int4 weights.\n"
+    assert json_of(*ask)["weights"] == "int8"
+    assert "quantized" not in run("ask", store, "What?", "--max-new-tokens", "2").err
+
+
+def test_a_store_of_other_weights_is_not_the_one_that_is_asked_for(home, small):
+    same = ("prefill", home / "corpus.txt", "--model", home / "model", "--device", "cpu", "--out", small)
+    assert "kept" in run(*same, "--weights", "int8").err
+    assert "weights=int8; asked for is dense" in refused(1, *same)
+    assert "weights=int8; asked for is dense chunk=512 weights=int4" in refused(1, *same, "--weights", "int4")
+
+
+def test_several_corpora_are_prefilled_with_such_weights(home, small, tmp_path):
+    made = ("--model", home / "model", "--weights", "int8", "--device", "cpu")
+    done("prefill", home / "corpus.txt", *made, "--out", f"{tmp_path}/out/")
+    assert "int8: the keys and values" in run("inspect", tmp_path / "out" / "corpus.kv").out
+
+
+def test_streamed_weights_are_for_a_prefill_on_a_gpu(home, store, tmp_path):
+    asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
+    cpu = ("--weights", "streamed", "--device", "cpu")
+    assert "a CPU reads them where they lie: leave --weights out" in refused(2, *asked, *cpu)
+    assert "leave --weights out" in refused(2, "append", store, home / "corpus.txt", *cpu)
+    assert "choose one of: auto, full, int8, int4" in refused(2, "ask", store, "What?", *cpu)
+    planned = ("plan", "--model", "demo", "--tokens", "20000", "--weights", "streamed")
+    assert "leave --weights out" in refused(2, *planned, "--gpu", "none")
+    ran = run(*planned, "--gpu", "16GiB")
+    assert "prefill: weights (float32, streamed)" in ran.out
+    assert "It can be prefilled here with --weights streamed.\n" in ran.out
+
+
+def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch):
+    monkeypatch.setattr("offload_decode.models.size_estimate.outline", lambda *_: llama_8b())
+    machine = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB")
+    ran = run("plan", "--model", "8B", "--tokens", "128K", *machine)
+    said = "It can be prefilled here with --weights int8, or with full weights by --weights streamed."
+    assert said in ran.out
+
+
+def test_plan_counts_the_prefill_with_the_weights_that_are_asked_for(home):
+    planned = ("plan", "--model", "demo", "--tokens", "20000", "--gpu", "none", "--ram", "16GiB")
+    small = run(*planned, "--weights", "int4").out
+    assert "prefill: weights (int4)" in small
+    assert "can be prefilled here with --weights int4, or with full weights." in small
+    assert "It can be prefilled here.\n" in run(*planned).out

@@ -1,6 +1,5 @@
 """A batch asks each question of each store once, however often it is interrupted and run again."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import Any
 import pytest
 
 from offload_decode import Engine
-from offload_decode.cli.questions import append_answers, read_answered
+from offload_decode.cli.questions import read_answered
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.planning import opening
 from offload_decode.prefill_jobs.documents import files as document_files
-from tests.cli.conftest import Ran, lines_of, refused, run, write_lines
+from tests.cli.conftest import batch, lines_of, refused, run, write_lines
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "first?", "id": 1, "answers": ["a", "b"]},
@@ -22,31 +21,27 @@ QUESTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
-    return run("batch", *stores, "--questions", questions, "--out", out, "--max-new-tokens", "4", *options)
-
-
 def refused_batch(store: Path, questions: Path, out: Path) -> str:
     return refused(2, "batch", store, "--questions", questions, "--out", out)
 
 
 def test_answers_cite_where_that_is_asked(store, questions, out, tmp_path):
-    assert _batch(questions, out, store, options=("--cite",)).code == 0
+    assert batch(questions, out, store, "--cite").code == 0
     engine = Engine.open(store)
     for line, asked in zip(lines_of(out), QUESTIONS, strict=True):
         cited = engine.answer(asked["question"], 4, cites=True).citations
         assert [one["name"] for one in line["citations"]] == [one.name for one in cited or ()]
-    assert _batch(questions, out, store, options=("--cite",)).err.startswith(f"{out}: 0 answers, 3 there")
+    assert batch(questions, out, store, "--cite").err.startswith(f"{out}: 0 answers, 3 there")
     uncited = tmp_path / "uncited.jsonl"
-    assert _batch(questions, uncited, store).code == 0
+    assert batch(questions, uncited, store).code == 0
     assert "citations" not in lines_of(uncited)[0]
-    command = ("batch", store, "--questions", questions, "--out", uncited, "--max-new-tokens", "4", "--cite")
-    assert "choose another --out" in refused(2, *command)
+    again = batch(questions, uncited, store, "--cite")
+    assert (again.code, "choose another --out" in again.err) == (2, True)
 
 
 def test_every_store_answers_every_question(store, copy, questions, tmp_path):
     stores = [store, copy("b.kv")]
-    ran = _batch(questions, tmp_path / "out.jsonl", *stores, options=("--batch-size", "2"))
+    ran = batch(questions, tmp_path / "out.jsonl", *stores, "--batch-size", "2")
     assert (ran.code, ran.out) == (0, "")
     engine = Engine.open(store)
     answers = lines_of(tmp_path / "out.jsonl")
@@ -62,37 +57,30 @@ def test_a_model_is_loaded_once_for_the_stores_that_share_it(store, copy, questi
     loaded: list[str] = []
     load = opening.load
     monkeypatch.setattr(opening, "load", lambda *args: loaded.append(args[0]) or load(*args))
-    assert _batch(questions, tmp_path / "out.jsonl", store, copy("b.kv"), copy("c.kv")).code == 0
+    assert batch(questions, tmp_path / "out.jsonl", store, copy("b.kv"), copy("c.kv")).code == 0
     assert len(loaded) == 1
 
 
 def test_a_question_may_name_its_store_by_path_or_by_name(store, copy, tmp_path):
     other = copy("b.kv")
     lines = [{"question": "one", "store": "b.kv"}, {"question": "two", "store": str(store)}]
-    assert _batch(write_lines(tmp_path / "q", *lines), tmp_path / "out", store, other).code == 0
+    assert batch(write_lines(tmp_path / "q", *lines), tmp_path / "out", store, other).code == 0
     answered = [(line["store"], line["question"]) for line in lines_of(tmp_path / "out")]
     assert answered == [(str(store), "two"), (str(other), "one")]
 
 
-def test_what_is_answered_is_not_asked_again(store, questions, out):
-    _batch(questions, out, store)
+@pytest.mark.parametrize("cut", [0, 1, 5, 40])
+def test_only_a_torn_last_line_is_answered_again(store, questions, out, cut):
+    batch(questions, out, store)
     whole = out.read_bytes()
-    ran = _batch(questions, out, store)
+    out.write_bytes(whole[: len(whole) - cut])
+    ran = batch(questions, out, store)
     assert (ran.code, out.read_bytes()) == (0, whole)
-    assert "0 answers, 3 there already" in ran.err
-
-
-@pytest.mark.parametrize("cut", [1, 5, 40])
-def test_a_torn_last_line_is_answered_again(store, questions, out, cut):
-    _batch(questions, out, store)
-    whole = out.read_bytes()
-    out.write_bytes(whole[:-cut])
-    assert _batch(questions, out, store).code == 0
-    assert out.read_bytes() == whole
+    assert ("1 answer, 2 there already" if cut else "0 answers, 3 there already") in ran.err
 
 
 def test_a_store_that_fails_does_not_stop_the_others(store, questions, out, tmp_path, monkeypatch):
-    ran = _batch(questions, out, tmp_path / "missing.kv", store)
+    ran = batch(questions, out, tmp_path / "missing.kv", store)
     assert ran.code == 1
     assert [line["store"] for line in lines_of(out)] == [str(store)] * 3
     assert "There is no store at" in ran.err
@@ -102,7 +90,7 @@ def test_a_store_that_fails_does_not_stop_the_others(store, questions, out, tmp_
         raise StoreDamaged("a page is gone: restore it")
 
     monkeypatch.setattr(Engine, "answer_many", fail)
-    ran = _batch(questions, tmp_path / "more.jsonl", store)
+    ran = batch(questions, tmp_path / "more.jsonl", store)
     assert ran.code == 1
     assert "error: a page is gone: restore it (unanswered: 3 questions" in ran.err
 
@@ -122,6 +110,14 @@ def test_a_store_that_fails_does_not_stop_the_others(store, questions, out, tmp_
         ('{"question": "q", "model": "gold"}', 'line 2 of .* has a field "model".*rename it'),
         ('{"question": "q", "id": ' + "[" * 100_000, "line 2 of .* cannot be read"),
         ('{"question": "q", "id": ' + "1" * 5_000 + "}", "line 2 of .* cannot be read"),
+        *(
+            (f'{{"question": "q", "more": {"[" * depth + "]" * depth}}}', "line 2 of .* nested too deeply")
+            for depth in (101, 900)
+        ),
+        *(
+            (f'{{"question": "q", "weight": {number}}}', "line 2 of .*")
+            for number in ("NaN", "Infinity", "-Infinity", "1e999", "[NaN]")
+        ),
     ],
 )
 def test_a_bad_line_is_named_before_any_work(store, tmp_path, line, told):
@@ -132,7 +128,7 @@ def test_a_bad_line_is_named_before_any_work(store, tmp_path, line, told):
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_not_what_they_should_be(store, home, questions, out, tmp_path):
+def test_questions_and_answers_of_other_formats_are_refused(store, home, questions, out, tmp_path):
     assert "cannot be read" in refused_batch(store, tmp_path / "missing", out)
     (tmp_path / "blank").write_text("\n\n")
     assert "holds no questions" in refused_batch(store, tmp_path / "blank", out)
@@ -159,8 +155,7 @@ def test_answers_without_end_are_not_read_whole(out):
 def test_questions_come_from_a_plain_file_alone(store, tmp_path, odd):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    told = refused_batch(store, tmp_path / odd, tmp_path / "out.jsonl")
-    assert "cannot be read" in told
+    assert "cannot be read" in refused_batch(store, tmp_path / odd, tmp_path / "out.jsonl")
 
 
 def test_a_question_without_an_end_is_refused(store, monkeypatch):
@@ -169,12 +164,12 @@ def test_a_question_without_an_end_is_refused(store, monkeypatch):
 
 
 def test_answers_of_other_settings_are_not_mixed(store, questions, out):
-    assert _batch(questions, out, store).code == 0
+    assert batch(questions, out, store).code == 0
     before = out.read_bytes()
     model = str(store.with_name("model"))
     others = (("-s", "dense"), ("-o", "budget=3"), ("--max-new-tokens", "5"), ("--model", model))
     for options in others:
-        ran = _batch(questions, out, store, options=options)
+        ran = batch(questions, out, store, *options)
         assert ran.code == 2
         assert "choose another --out" in ran.err
     assert out.read_bytes() == before
@@ -183,10 +178,10 @@ def test_answers_of_other_settings_are_not_mixed(store, questions, out):
 def test_half_a_surrogate_pair_is_asked_and_answered_once(store, tmp_path):
     questions, out = tmp_path / "q", tmp_path / "out"
     questions.write_text(r'{"question": "\ud800 x", "id": "\udc00", "note": "\ud800"}' + "\n")
-    assert _batch(questions, out, store).code == 0
+    assert batch(questions, out, store).code == 0
     (line,) = lines_of(out)
     assert (line["question"], line["id"], line["note"]) == ("\ufffd x", "\udc00", "\ud800")
-    assert "0 answers, 1 there already" in _batch(questions, out, store).err
+    assert "0 answers, 1 there already" in batch(questions, out, store).err
 
 
 def test_options_are_checked_before_any_work(store, questions, tmp_path, monkeypatch):
@@ -199,18 +194,3 @@ def test_options_are_checked_before_any_work(store, questions, tmp_path, monkeyp
     ran = run(*args, "-o", "budget=many")
     assert ran.code == 2
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
-def test_nan_and_infinity_are_refused_and_not_written(store, tmp_path, number):
-    (tmp_path / "q").write_text(f'{{"question": "one", "weight": {number}}}\n')
-    told = refused_batch(store, tmp_path / "q", tmp_path / "out")
-    assert "line 1 of" in told
-    assert not (tmp_path / "out").exists()
-
-
-def test_answers_never_hold_what_json_has_no_number_for(tmp_path):
-    append_answers(tmp_path / "out", [{"id": float("nan"), "text": "\x9b\u202e\ud800"}])
-    line = (tmp_path / "out").read_text()
-    assert json.loads(line) == {"id": None, "text": "\x9b\u202e\ud800"}
-    assert line.isascii()

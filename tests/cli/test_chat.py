@@ -48,7 +48,7 @@ def test_it_ends_with_its_input_or_when_told(store, last):
     assert (ran.code, ran.out, ran.err) == (0, "", "")
 
 
-def test_what_is_no_command_is_refused_and_never_asked(store):
+def test_unknown_commands_are_refused_and_not_asked(store):
     ran = talk(store, "/foo", "/foo bar", "/", "/Quit", "/reset now", "/save", "/load ", "/quit")
     assert (ran.code, ran.out) == (0, "")
     told = ran.err.splitlines()
@@ -80,7 +80,7 @@ def test_a_saved_conversation_goes_on_where_it_stopped(store, tmp_path, selector
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "written beside and renamed"
 
 
-def test_the_file_is_for_people_too(store, tmp_path):
+def test_the_saved_file_holds_questions_and_answers_as_text(store, tmp_path):
     talk(store, "one", "two", f"/save {tmp_path / 'c'}")
     saved = json.loads((tmp_path / "c").read_text())
     assert [(turn["question"], turn["answer"]) for turn in saved["turns"]] == list(
@@ -140,12 +140,12 @@ def test_a_changed_file_is_refused(store, saved, change, told):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]", b"null", b"[" * 100_000, b"1" * 10_000])
-def test_what_is_no_conversation_is_refused(store, tmp_path, content):
+def test_a_file_that_is_no_conversation_is_refused(store, tmp_path, content):
     (tmp_path / "c").write_bytes(content)
     assert "is not a conversation" in refused(2, "chat", store, stdin=f"/load {tmp_path / 'c'}\n")
 
 
-def test_no_file_hangs_it_or_fills_memory(store, saved, tmp_path, monkeypatch):
+def test_loading_a_pipe_a_device_or_a_huge_file_is_refused(store, saved, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         assert "is not a file" in refused(2, "chat", store, stdin=f"/load {path}\n")

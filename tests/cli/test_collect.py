@@ -10,6 +10,7 @@ import pytest
 from offload_decode import Engine
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import DOCUMENTS
+from tests.cli import conftest
 from tests.cli.conftest import Ran, done, flip, json_of, lines_of, refused, run, write_lines
 
 
@@ -21,7 +22,7 @@ def copied(collection: Path, tmp_path: Path) -> Path:
 
 def batch(collection: Path, out: Path, questions: list[dict[str, Any]], *options: str) -> Ran:
     asked = write_lines(out.with_suffix(".questions"), *questions)
-    return run("batch", collection, "--questions", asked, "--out", out, "--max-new-tokens", "4", *options)
+    return conftest.batch(asked, out, collection, *options)
 
 
 def answers(collection: Path, question: str) -> dict[str, str]:
@@ -30,7 +31,7 @@ def answers(collection: Path, question: str) -> dict[str, str]:
     return {entry.name: Engine.open(opened.store(entry)).answer(question, 4).text for entry in opened.entries}
 
 
-def test_it_is_renewed_by_the_same_command(home, texts, collection, tmp_path):
+def test_the_same_command_updates_the_collection(home, texts, collection, tmp_path):
     folder, out = shutil.copytree(texts, tmp_path / "own"), shutil.copytree(collection, tmp_path / "out")
     (folder / "alpha.txt").unlink()
     (folder / "beta.txt").write_text("changed")
@@ -176,7 +177,7 @@ def test_every_store_is_verified(collection, copied):
     assert [one["document"] for one in told["problems"]] == ["beta.txt"]
 
 
-def test_it_is_inspected(home, texts, copied, tmp_path):
+def test_inspect_shows_a_collection(home, texts, copied, tmp_path):
     metadata = tmp_path / "said.jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 1, "by": "A"}\n')
     done("collect", texts, "--model", home / "model", "--out", copied, "--metadata", metadata)

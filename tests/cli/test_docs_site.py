@@ -5,11 +5,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from bs4 import BeautifulSoup
 
 pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
 
@@ -37,24 +37,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Tags(HTMLParser):
-    """The tags of a page, with their attributes."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(page.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-
 def fetched(site: Path) -> Iterator[tuple[Path, str]]:
     """What a browser fetches for each page, as the page has it."""
     for page in site.rglob("*.html"):
-        for tag, attributes in Tags(page).found:
-            address = attributes.get(FETCHING.get(tag, ""))
-            if address and attributes.get("rel") != "canonical":
+        for tag in BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser")(list(FETCHING)):
+            address = tag.get(FETCHING[tag.name])
+            if address and "canonical" not in (tag.get("rel") or []):
                 yield page, address
 
 

@@ -1,4 +1,4 @@
-"""Commands that ask questions: suites ask their tasks, a file is continued, mistakes are refused at once."""
+"""Commands that ask questions, and those that report and compare their runs."""
 
 import json
 
@@ -8,6 +8,7 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals import tasks
 from offload_decode.evals.runs import read
 from tests.cli.conftest import done, json_of, refused, run
+from tests.evals.made_up import write_run
 
 pytestmark = pytest.mark.usefixtures("short")
 ASK = ("--tasks", "niah_single_2", "--lengths", "300", "--limit", "1", "-q")
@@ -120,7 +121,7 @@ def test_tasks_of_another_suite_are_refused():
     assert "--budgets" in refused(2, "eval", "ruler", "-o", "budget=3")
 
 
-def test_what_would_be_lost_when_all_is_measured_is_refused_before(tmp_path):
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(tmp_path):
     (tmp_path / "file").touch()
     asked = ("eval", "ruler", "--tasks", "vt", "--out", tmp_path / "run.jsonl")
     assert "is too large" in refused(2, *asked, "--seeds", f"0,{2**70}")
@@ -149,3 +150,41 @@ def test_questions_come_from_a_file_of_the_users(home, tmp_path):
     elsewhere = [*map(str, asked)]
     elsewhere[elsewhere.index("qa_1")] = "vt"
     assert "a file of --qa is for qa_1" in refused(2, *elsewhere, "--out", str(tmp_path / "other.jsonl"))
+
+
+def test_a_page_is_written_and_not_written_over(tmp_path):
+    runs = [write_run(tmp_path / f"{name}.jsonl", 0.9, questions=2) for name in ("one", "two")]
+    out = tmp_path / "new" / "report.html"
+    ran = run("eval", "report", *runs, "--out", out)
+    assert (ran.code, ran.out, ran.err) == (0, "", f"{out}\n")
+    text = out.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "one.jsonl" in text
+    assert "two.jsonl" in text
+    assert "exists already" in refused(2, "eval", "report", runs[0], "--out", out)
+    assert out.read_text() == text
+    done("eval", "report", runs[0], "--out", out, "--force", "-q")
+    assert "two.jsonl" not in out.read_text()
+
+
+def test_a_file_that_is_no_run_is_refused(tmp_path):
+    out = tmp_path / "report.html"
+    assert "there are no results at" in refused(2, "eval", "report", tmp_path / "none", "--out", out)
+    (tmp_path / "text").write_text("some text")
+    assert "is no file of an evaluation" in refused(2, "eval", "report", tmp_path / "text", "--out", out)
+    assert not out.exists()
+
+
+def test_a_comparison_is_a_table_and_json(tmp_path):
+    runs = [write_run(tmp_path / f"{share}.jsonl", share, questions=40) for share in (0.2, 0.9)]
+    ran = done("eval", "compare", *runs)
+    lines = ran.out.splitlines()
+    assert lines[1].startswith("mean of 3 tasks")
+    assert len(lines) == 1 + 10 + 30
+    assert all(line.endswith("more than noise") for line in lines[1:])
+    assert "bytes moved a token: 1 times as many" in ran.err
+    told = run("eval", "compare", *runs, "--json", "-q")
+    assert told.err == ""
+    found = json.loads(told.out)
+    assert (len(found["means"]), len(found["changes"])) == (10, 30)
+    assert "there are no results at" in refused(2, "eval", "compare", runs[0], tmp_path / "none.jsonl")

@@ -67,7 +67,7 @@ def test_the_shell_completes_its_names():
 
 
 @pytest.mark.usefixtures("example")
-def test_one_that_is_broken_is_one_sentence(home, store, tmp_path):
+def test_a_broken_extension_is_refused_in_a_sentence(home, store, tmp_path):
     corpus, into = home / "corpus.txt", ("--model", home / "model", "--out", tmp_path / "s")
     for arguments in (
         ["ask", store, *QUESTION, "-s", "torn"],

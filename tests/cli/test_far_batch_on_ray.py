@@ -23,8 +23,8 @@ from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray import asking, workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, QuestionBatch
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, TryAgain
-from tests.cli.conftest import Ran, done, lines_of, refused, run
-from tests.cli.test_batch_on_ray import sorted_lines
+from tests.cli.conftest import batch, done, lines_of, refused, run
+from tests.cli.test_on_ray import sorted_lines
 from tests.prefill_jobs.test_ray import descendants
 
 
@@ -102,7 +102,7 @@ def test_two_workers_of_a_machine_keep_within_its_bound(url, monkeypatch):
     assert isinstance(again.result.error, DoesNotFit), "another machine may have room for it"
 
 
-def test_what_cannot_be_fetched_now_is_given_back(url, tmp_path, monkeypatch):
+def test_a_worker_that_cannot_fetch_gives_its_task_back(url, tmp_path, monkeypatch):
     worker, stores = asker(url), stores_at(url)
     worker.load()
     with monkeypatch.context() as broken:
@@ -126,7 +126,7 @@ def test_what_cannot_be_fetched_now_is_given_back(url, tmp_path, monkeypatch):
     assert worker.load().result is None, "it counts those in a row"
 
 
-def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url, tmp_path):
+def test_a_worker_whose_cache_cannot_be_written_gives_its_task_back(url, tmp_path):
     (tmp_path / "cache").write_text("a file")
     worker = asker(url)
     assert worker.load().stores == frozenset()
@@ -135,7 +135,7 @@ def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url, tmp_path)
     assert "cannot be written (Not a directory)" in str(again.error)
 
 
-def test_what_is_wrong_with_a_store_is_its_own_error(url, bucket, tmp_path, monkeypatch):
+def test_an_error_of_a_store_is_not_the_workers(url, bucket, tmp_path, monkeypatch):
     shutil.copytree(bucket, tmp_path / "bucket")
     url = f"file://{tmp_path}/bucket/texts"
     worker, stores = asker(url), stores_at(url)
@@ -198,16 +198,14 @@ def test_ask_names_the_document_that_no_worker_could_answer(url, bucket, tmp_pat
 
 
 @pytest.mark.parametrize("option", [("--stats",), ("--temperature", "0.5")])
-def test_what_workers_do_not_tell_of_a_collection_is_refused(url, option):
+def test_options_that_workers_do_not_support_are_refused(url, option):
     assert f"--workers and {option[0]}" in refused(2, "ask", url, "Which?", "--workers", "ray", *option)
 
 
 QUESTIONS = [{"question": f"Which word is word {n}?", "id": n} for n in range(4)]
 
 
-def batch(url: str, questions: Path, out: Path, *options: str) -> Ran:
-    how = ("--all", "--max-new-tokens", "4", "--batch-size", "1")
-    return run("batch", url, "--questions", questions, "--out", out, *how, *options)
+ON_RAY = ("--all", "--batch-size", "1", "--workers", "ray", "--worker-count")
 
 
 @pytest.fixture
@@ -249,30 +247,15 @@ def test_three_workers_one_of_which_is_killed(url, questions, tmp_path, machines
 
     monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_kill)
     out, plain = tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
-    three = ("--workers", "ray", "--worker-count", "3")
-    ran = batch(url, questions, out, *three)
+    ran = batch(questions, out, url, *ON_RAY, "3")
     assert ran.code == 0, ran.err
     assert killed
     assert fetched(tmp_path / "m") + fetched(tmp_path / "n") >= 3
     assert fetched(tmp_path / "cache") == 0, "this machine asks nothing"
     asked = 3 * len(QUESTIONS)
-    assert batch(url, questions, out, *three).err == f"{out}: 0 answers, {asked} there already\n"
-    assert batch(url, questions, plain).code == 0
+    assert batch(questions, out, url, *ON_RAY, "3").err == f"{out}: 0 answers, {asked} there already\n"
+    assert batch(questions, plain, url, "--all").code == 0
     assert sorted_lines(out) == sorted_lines(plain), "nothing lost, nothing twice"
-
-
-@pytest.mark.slow
-def test_two_machines_are_asked(url, tmp_path, machines):
-    machines.add("m")
-    machines.add("n")
-    how = ("ask", url, "Which word is beta?", "--all", "--json", "--max-new-tokens", "4")
-    apart = done(*how, "--workers", "ray", "--worker-count", "2")
-    assert fetched(tmp_path / "m") + fetched(tmp_path / "n") >= 3
-    assert fetched(tmp_path / "cache") == 0, "this machine asks nothing"
-    alone, found = (json.loads(ran.out)["answers"] for ran in (run(*how), apart))
-    assert [(one["document"], one["answer"]) for one in found] == [
-        (one["document"], one["answer"]) for one in alone
-    ]
 
 
 @pytest.mark.slow
@@ -293,7 +276,7 @@ def test_a_machine_that_comes_late_gets_work(url, questions, tmp_path, machines,
 
     monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_add_a_machine)
     out = tmp_path / "out.jsonl"
-    ran = batch(url, questions, out, "--workers", "ray", "--worker-count", "2")
+    ran = batch(questions, out, url, *ON_RAY, "2")
     assert ran.code == 0, ran.err
     assert len({(line["store"], line["id"]) for line in lines_of(out)}) == len(lines_of(out)) == 12
     assert fetched(tmp_path / "early") >= 1

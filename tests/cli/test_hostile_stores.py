@@ -5,14 +5,13 @@ import os
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 
 from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
 from offload_decode.store import KVStore
-from tests.cli.conftest import done, refused, run
+from tests.cli.conftest import done, run
 from tests.processes import apart
 from tests.store.test_refusals import edit, reseal
 
@@ -63,22 +62,7 @@ def test_escape_sequences_in_names_and_errors_are_shown(home, tmp_path):
     assert "\x1b" not in ran.err + ran.out
 
 
-WRONG = [
-    {"n_tokens": 10**15},
-    {"n_tokens": True},
-    {"page_size": -16},
-    {"query_samples": 2.0},
-    {"rope": []},
-    {"prefill": {"method": None}},
-    {"kv": {"keys": "float32"}},
-    {"kv_error": {"keys": [{}]}},
-    {"shape": {"layers": ["full"] * 10**4}},
-    {"model_id": {"a": 1}},
-    {"format_version": True},
-]
-
-
-@pytest.mark.parametrize("changes", WRONG, ids=lambda changes: next(iter(changes)))
+@pytest.mark.parametrize("changes", [{"n_tokens": 10**15}, {"rope": []}, {"model_id": {"a": 1}}], ids=str)
 @pytest.mark.parametrize("command", [["inspect"], ["ask", "q"], ["verify"], ["index"], ["inspect", "--json"]])
 def test_a_manifest_with_wrong_types_is_a_sentence(copy, command, changes):
     store = copy("wrong.kv")
@@ -108,13 +92,6 @@ def test_a_file_that_shrinks_under_an_engine_is_a_sentence(home, copy, kind):
     os.truncate(file, file.stat().st_size - 8)
     with pytest.raises(StoreDamaged, match="bytes and should have"):
         engine.answer("Which?", 3)
-
-
-def test_names_and_positions_are_of_the_store(copy):
-    store = copy("offsets.kv")
-    offsets = store / "documents/offsets/c.0"
-    offsets.write_bytes((np.frombuffer(offsets.read_bytes(), "<i8") * 10**6).tobytes())
-    assert "contradict its manifest" in refused(1, "inspect", store)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems raise other signals")

@@ -15,7 +15,7 @@ from offload_decode.prefill_jobs.on_ray.jobs import Indexer, indexed
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
 from offload_decode.prefill_jobs.on_ray.workers import Reply
 from tests.cli.conftest import done, json_of, refused, run
-from tests.cli.test_batch_on_ray import killing
+from tests.cli.test_on_ray import killing
 from tests.prefill_jobs.killing import tree
 
 Copy = Callable[[str], Path]
@@ -33,25 +33,16 @@ def test_several_stores_are_indexed_as_each_alone(copy):
     assert indexes_of(stores[0]) == indexes_of(stores[1]) == indexes_of(stores[2])
 
 
-def test_a_store_that_fails_stops_no_other_and_is_named(copy, tmp_path):
-    none, store = tmp_path / "none.kv", copy("a.kv")
-    ran = run("index", none, store, "--k", "10", "--json")
-    assert ran.code == 1
+def test_stores_that_fail_stop_no_other_and_are_named(copy, tmp_path):
+    none, unwritable, store = tmp_path / "none.kv", copy("a.kv"), copy("b.kv")
+    unwritable.with_name("a.kv.indexes").write_text("in the way")
+    ran = run("index", none, unwritable, store, "--k", "10", "--json")
     told = json.loads(ran.out)
-    assert [failed["store"] for failed in told["failures"]] == [str(none)]
-    assert len(told["indexes"]) == 1
+    assert (ran.code, len(told["indexes"])) == (1, 1)
+    failed = {one["store"]: one["error"] for one in told["failures"]}
+    assert failed.keys() == {str(none), str(unwritable)}
+    assert "cannot be written" in failed[str(unwritable)]
     assert f"error: {none}: There is no store at {none}" in ran.err
-
-
-def test_a_folder_that_cannot_be_written_stops_no_other_store(copy):
-    stores = [copy(name) for name in ("a.kv", "b.kv")]
-    stores[0].with_name("a.kv.indexes").write_text("in the way")
-    ran = run("index", *stores, "--k", "10", "--json")
-    assert ran.code == 1
-    told = json.loads(ran.out)
-    assert [failed["store"] for failed in told["failures"]] == [str(stores[0])]
-    assert "cannot be written" in told["failures"][0]["error"]
-    assert len(told["indexes"]) == 1
 
 
 def test_a_collection_is_indexed_store_by_store(home, tmp_path):
@@ -66,7 +57,7 @@ def test_a_collection_is_indexed_store_by_store(home, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [("--kind", "unheard-of"), ("--recall", "0")])
-def test_what_is_wrong_for_all_is_told_once(copy, wrong):
+def test_an_error_that_concerns_all_stores_is_told_once(copy, wrong):
     refused(2, "index", copy("a.kv"), copy("b.kv"), *wrong)
 
 
@@ -91,7 +82,7 @@ def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy):
     assert indexes_of(here) == indexes_of(there)
 
 
-def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(copy, tmp_path, monkeypatch):
+def test_a_replacement_worker_continues_the_index(copy, tmp_path, monkeypatch):
     """The first is lost as it has said that a head is done; the second builds the others."""
     store, heads = copy("a.kv"), []
 

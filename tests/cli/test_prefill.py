@@ -44,7 +44,7 @@ def test_several_corpora_are_reported_with_their_failures(home, prefill, tmp_pat
     assert "kept, it is there already" in run(*args).err
 
 
-def test_a_slash_makes_out_a_folder(prefill, tmp_path):
+def test_a_trailing_slash_makes_out_a_folder(prefill, tmp_path):
     ran = done(*prefill, "--out", f"{tmp_path}/out/")
     assert "1 made" in ran.err
     assert (tmp_path / "out" / "corpus.kv").is_dir()
@@ -52,7 +52,7 @@ def test_a_slash_makes_out_a_folder(prefill, tmp_path):
     assert "kept, it is there already" in again.err
 
 
-def test_straight_into_a_bucket(home, prefill, tmp_path):
+def test_a_prefill_goes_straight_into_a_bucket(home, prefill, tmp_path):
     url = f"file://{tmp_path}/bucket/a.kv"
     ran = done(*prefill, "--out", url, "--staging", tmp_path / "staging", "--json")
     told = json.loads(ran.out)

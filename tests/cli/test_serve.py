@@ -32,7 +32,7 @@ from tests.cli.conftest import PROGRAM, refused, run
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused(store, args, told):
+def test_wrong_use_of_serve_is_refused(store, args, told):
     assert told in refused(2, "serve", *(str(store) if arg == "STORE" else arg for arg in args))
 
 
@@ -42,7 +42,7 @@ def test_a_port_that_is_taken_is_one_sentence(store):
         assert f"port {port} of 127.0.0.1 is taken" in refused(2, "serve", store, "--port", str(port))
 
 
-def test_who_may_ask():
+def test_access_follows_keys_and_host():
     open_here = serve._access([], None, ["https://chat.example/"], "127.0.0.1", True)
     assert open_here.hosts == LOOPBACK
     assert open_here.origins == ("https://chat.example",)
@@ -64,7 +64,7 @@ def test_the_defaults_are_those_of_the_settings():
     )
 
 
-def test_an_address_is_one_that_can_be_clicked():
+def test_the_address_is_a_url():
     with bind("localhost", 0) as bound:
         assert re.fullmatch(r"http://(127\.0\.0\.1|\[::1\]):\d+", address_of(bound))
     assert isinstance(bound, socket.socket)
