@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offload_decode.server.http.app import guard
 from offload_decode.server.http.errors import add_handlers, refused
 from offload_decode.server.http.security import Access
-from offload_decode.server.http.streaming import disconnected
+from offload_decode.server.http.streaming import while_connected
 from offload_decode.server.metrics import log_fields
 from offload_decode.server.requests import Busy
 
@@ -61,67 +61,42 @@ class Front:
         wire = {key: scope[key] for key in _WIRE if key in scope}
         # Which origins may ask was decided here: a replica knows of none.
         wire["headers"] = [(bytes(k), bytes(v)) for k, v in scope["headers"] if bytes(k) != b"origin"]
-        name = await _name(scope, body)
-        log_fields()["model"] = name
-        begun = PendingResponse(wire, receive, send)
-        answering = asyncio.create_task(self._answer(name, wire, body, begun))
-        leaving = asyncio.create_task(disconnected(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            for task in (answering, leaving):
-                task.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+        log_fields()["model"] = name = await _name(scope, body)
+        async with while_connected(receive):
+            await self._answer(name, wire, body, receive, send)
 
-    async def _answer(self, name: str, wire: Mapping[str, Any], body: bytes, begun: PendingResponse) -> None:
+    async def _answer(self, name: str, wire: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """It may begin anew until the answer itself has begun: comments that keep a connection open are no
+        answer. Until a body comes, the status is held back.
+        """
         once = wire["path"].startswith(_KEPT) and wire["method"] != "GET"  # it may have been done
-        for left in reversed(range(1 if once else TRIES)):
+        tries, sent, answered = 1 if once else TRIES, False, False
+        start: Message = {}
+        while True:
             try:
-                async with aclosing(self.replicas.ask(name, wire, body)) as messages:
-                    async for batch in messages:
+                async with aclosing(self.replicas.ask(name, wire, body)) as batches:
+                    async for batch in batches:
                         for message in batch:
-                            await begun.send(message)
+                            if message["type"] == "http.response.start":
+                                start = message
+                                continue
+                            if not sent:
+                                sent = True
+                                await send(start)
+                            last = not message.get("more_body", False)
+                            answered = answered or last or not message.get("body", b"").startswith(b":")
+                            await send(message)
                 return
-            except Lost:
-                if begun.answered:
-                    raise  # the connection is cut, so that nobody takes half an answer for a whole one
-                if not left:
-                    await begun.fail(Busy("the servers that had this request were lost: try again", 2))
-            except Exception as error:  # noqa: BLE001 - of a replica, in another process
-                await begun.fail(error)
+            except Exception as error:  # of a replica, in another process
+                tries -= 1
+                if isinstance(error, Lost) and not answered:
+                    if tries:
+                        continue
+                    error = Busy("the servers that had this request were lost: try again", 2)
+                if sent:
+                    raise error  # the connection is cut: nobody takes half an answer for a whole one
+                await refused(error)(wire, receive, send)
                 return
-
-
-class PendingResponse:
-    """A response on its way out, which may begin anew until the answer itself has begun (`answered`):
-    comments that keep a connection open are no answer.
-    """
-
-    def __init__(self, wire: Scope, receive: Receive, send: Send):
-        self._wire, self._receive, self._send = wire, receive, send
-        self._start: Message | None = None
-        self._started = self.answered = False
-
-    async def send(self, message: Message) -> None:
-        """The next message. The first one is held back until a body comes."""
-        if message["type"] == "http.response.start":
-            self._start = message
-            return
-        if not self._started:
-            assert self._start is not None, "a response starts before its body"
-            self._started = True
-            await self._send(self._start)
-        body = message.get("body", b"")
-        self.answered = self.answered or not body.startswith(b":") or not message.get("more_body", False)
-        await self._send(message)
-
-    async def fail(self, error: Exception) -> None:
-        """End it with an error, where its status has not been sent; else raise it."""
-        if self._started:
-            raise error
-        await refused(error)(self._wire, self._receive, self._send)
 
 
 def create_front(replicas: Replicas, access: Access, most: int) -> FastAPI:
@@ -154,20 +129,15 @@ async def run(app: ASGIApp, scope: Mapping[str, Any], body: bytes) -> AsyncGener
         await closed.wait()
         return {"type": "http.disconnect"}
 
-    async def work() -> None:
-        try:
-            await app(dict(scope), receive, queue.put)
-        finally:
-            queue.put_nowait(None)
-
-    working = asyncio.create_task(work())
+    working = asyncio.ensure_future(app(dict(scope), receive, queue.put))
+    working.add_done_callback(lambda _: queue.put_nowait(None))
     try:
         over = False
         while not over:
             batch = [await queue.get()]
             while not queue.empty():
                 batch.append(queue.get_nowait())
-            over = None in batch
+            over = batch[-1] is None
             if messages := [message for message in batch if message is not None]:
                 yield messages
         await working

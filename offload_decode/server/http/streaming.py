@@ -4,7 +4,7 @@ as a whole or as server-sent events to the client, until it has them all or hang
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Protocol
 
@@ -116,10 +116,22 @@ class Events:
         return None
 
 
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block, and go on behind it, when the client hangs up."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            yield
+            group.cancel_scope.cancel()
+    except ExceptionGroup as raised:  # anyio wraps even a single one
+        raise raised.exceptions[0] from None
 
 
 async def respond(request: Request, starts: Sequence[Start], reply: Reply, stream: bool) -> Response:
@@ -127,14 +139,8 @@ async def respond(request: Request, starts: Sequence[Start], reply: Reply, strea
     the status can say so. They are cancelled when one fails or the client hangs up (`ClientDisconnect`).
     """
     events, done = Events(starts), False
-
-    async def watch() -> None:
-        await disconnected(request.receive)
-        group.cancel_scope.cancel()
-
     try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(watch)
+        async with while_connected(request.receive):
             # A thread that begins is waited for, though the client has left: their number is limited.
             await run_sync(events.begin)
             if stream:
@@ -144,9 +150,6 @@ async def respond(request: Request, starts: Sequence[Start], reply: Reply, strea
                     if event is not None:
                         reply.collect(*event)
             done = True
-            group.cancel_scope.cancel()
-    except ExceptionGroup as raised:  # anyio wraps even a single one
-        raise raised.exceptions[0] from None
     finally:
         if not done:
             events.cancel()
