@@ -1,7 +1,8 @@
 """Tasks for the workers of a Ray cluster, each on a machine that has its store, where there is one.
 
 Ray starts a worker as soon as a machine has room for it, restarts a lost one, and gives it its task again.
-What is left is one loop: a worker that is ready takes the next task.
+What is left is one loop: a worker that is ready takes the next task. `ray.util.ActorPool` gives tasks to
+workers that still wait for a machine, and does not say which task was lost.
 """
 
 import itertools

@@ -1,6 +1,7 @@
 """In front of replicas that each are a whole server: a request goes to one that has its store open, and to
-another where that one is lost before it has begun to answer. What replicas are is the caller's: nothing here
-knows Ray.
+another where that one is lost before it has begun to answer. Ray Serve's own proxy (`serve.ingress`) does
+neither: it chooses by headers, and a lost replica is a status of 500. What replicas are is the caller's:
+nothing here knows Ray.
 """
 
 from __future__ import annotations
