@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -87,13 +87,15 @@ class VectorIndex(ABC):
     what they decode to), then searched by inner product. C-contiguous, never modified or copied whole to
     float32 by this class.
 
-    suffix: of the file that the kind saves beside its metadata, empty for none.
+    suffix: of the file that the kind saves beside its metadata, empty for none. library: what imports
+    the kind's, or raises MissingBackend.
     exact_scores: the scores are float32 inner products with the stored keys, not quantized estimates.
     exhaustive: a search returns the true top-k. recall: what was measured at `build`, None where exhaustive.
     """
 
     name: ClassVar[str]
     suffix: ClassVar[str] = ""
+    library: ClassVar[Callable[[], object] | None] = None
     exact_scores: ClassVar[bool]
     exhaustive: ClassVar[bool]
 
@@ -122,10 +124,6 @@ class VectorIndex(ABC):
     @abstractmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
         """Bytes beside the hits that a search of `heads` heads for `rows` queries each holds, all threads."""
-
-    @classmethod  # noqa: B027 (most need none)
-    def need_library(cls) -> None:
-        """Raises MissingBackend where the kind's library is not installed."""
 
     @classmethod
     @abstractmethod

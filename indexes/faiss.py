@@ -20,7 +20,7 @@ from offload_decode.common.rows.encodings import row_size
 from offload_decode.indexes import files
 from offload_decode.indexes.approximate import ApproximateIndex, Sample, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
-from offload_decode.indexes.registry import faiss
+from offload_decode.indexes.registry import Library, faiss
 
 
 def code_bytes(dim: int, dtype: np.dtype[Any]) -> int:
@@ -67,6 +67,7 @@ class FaissHNSW(GraphIndex):
 
     name: ClassVar[str] = "faiss-hnsw"
     suffix: ClassVar[str] = ".faiss"
+    library: ClassVar[Library] = faiss
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
@@ -74,10 +75,6 @@ class FaissHNSW(GraphIndex):
         exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
         walked = round(min(1.0, rows * WALKED) * n) * code
         return Costs(n * (code + 12) + links, 4 * n + links, walked + exact)
-
-    @classmethod
-    def need_library(cls) -> None:
-        faiss()
 
     def _build_native(self, sample: Sample) -> Any:
         return self._linked(self._empty(faiss.METRIC_L2), self.keys)
@@ -199,6 +196,7 @@ class FaissIVF(ApproximateIndex):
     name: ClassVar[str] = "faiss-ivf"
     parameter: ClassVar[str] = "nprobe"
     suffix: ClassVar[str] = ".faiss"
+    library: ClassVar[Library] = faiss
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
@@ -213,10 +211,6 @@ class FaissIVF(ApproximateIndex):
         exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
         scanned = round(min(1.0, rows * _READ) * n) * code
         return Costs(n * (code + 8) + centroids, 4 * n + centroids, centroids + scanned + exact)
-
-    @classmethod
-    def need_library(cls) -> None:
-        faiss()
 
     @property
     def scan_from(self) -> int:

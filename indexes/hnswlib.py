@@ -18,7 +18,7 @@ from offload_decode.common.rows.encodings import row_size
 from offload_decode.indexes.approximate import Sample, asked_for, rescored
 from offload_decode.indexes.base import Costs, Hits
 from offload_decode.indexes.faiss import CONSTRUCTION_EF, LINKS, UPPER, WALKED, GraphIndex
-from offload_decode.indexes.registry import hnswlib
+from offload_decode.indexes.registry import Library, hnswlib
 
 
 class HnswlibIndex(GraphIndex):
@@ -26,16 +26,13 @@ class HnswlibIndex(GraphIndex):
 
     name: ClassVar[str] = "hnswlib"
     suffix: ClassVar[str] = ".hnsw"
+    library: ClassVar[Library] = hnswlib
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
         held = round(n * (4 * dim + 8 * LINKS + 16 + (4 * LINKS + 4) * UPPER))
         exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
         return Costs(held, held, round(min(1.0, rows * WALKED) * n) * 4 * dim + exact)
-
-    @classmethod
-    def need_library(cls) -> None:
-        hnswlib()
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
@@ -132,32 +129,28 @@ def _check_file(file: str, n: int, dim: int, links: int, construction_ef: int) -
             raise RuntimeError(f"its header says {name} {header[name][0]}, not {value}")
     if header["scale"][0] != 1 / log(links):
         raise RuntimeError("keys that are added to it would be on other levels")
-    start = _HEADER.itemsize
-    if os.path.getsize(file) < start + n * (width + 4):
+    start, room = _HEADER.itemsize, links + 1
+    size = os.path.getsize(file)
+    if size < start + n * (width + 4) or size % 4:
         raise RuntimeError("it is too short")
     if n == 0:
         return
-    raw = np.memmap(file, np.uint8, "r", offset=start)
-    below = raw[: n * width].reshape(n, width)
-    if (below[:, -8:].copy().view(np.uint64)[:, 0] != np.arange(n, dtype=np.uint64)).any():
+    words = np.memmap(file, np.uint32, "r", offset=start)
+    below, above = words[: n * width // 4].reshape(n, -1), words[n * width // 4 :]
+    if (below[:, -2] != np.arange(n)).any() or below[:, -1].any():
         raise RuntimeError("its labels are not those of the keys")
     level, first = np.empty(n, np.int32), np.empty(n, np.int64)
-    above = raw[n * width :]
-    if not _find_levels(above, 4 * (links + 1), int(header["levels"][0]), level, first):
+    highest, entry = int(header["levels"][0]), int(header["entry"][0])
+    if not _find_levels(above, room, highest, level, first):
         raise RuntimeError("its levels are not those of its links")
-    entry = int(header["entry"][0])
-    if entry >= n or level[entry] != header["levels"][0]:
+    if entry >= n or level[entry] != highest:
         raise RuntimeError("it begins at a key that is not on its highest level")
-    if not _links_hold(below, above, links, level, first):
-        raise RuntimeError("it links to a key that is not on the level of the link")
-
-
-@njit(nogil=True, cache=True)
-def _word(raw: Any, place: int) -> Any:
-    word = np.int64(0)
-    for byte in range(4):
-        word |= np.int64(raw[place + byte]) << (8 * byte)
-    return word
+    lists, there = below[:, : 2 * links + 1], np.arange(n)
+    for at in range(highest + 1):
+        if not _lists_hold(lists, level, at):
+            raise RuntimeError("it links to a key that is not on the level of the link")
+        there = there[level[there] > at]
+        lists = above[first[there, None] + at * room + np.arange(room)]
 
 
 @njit(nogil=True, cache=True)
@@ -165,36 +158,24 @@ def _find_levels(above: Any, room: int, highest: int, level: Any, first: Any) ->
     """Each key's highest level and where its links above begin; whether they are all."""
     place = 0
     for key in range(len(level)):
-        if place + 4 > len(above):
+        if place == len(above):
             return False
-        size = _word(above, place)
-        place += 4
-        if size % room or size // room > highest or place + size > len(above):
+        lists, rest = divmod(above[place], 4 * room)
+        place += 1
+        if rest or lists > highest or place + lists * room > len(above):
             return False
-        level[key], first[key] = size // room, place
-        place += size
+        level[key], first[key] = lists, place
+        place += lists * room
     return place == len(above)
 
 
 @njit(nogil=True, cache=True)
-def _links_hold(below: Any, above: Any, links: int, level: Any, first: Any) -> bool:
-    room = 4 * (links + 1)
-    for key in range(len(level)):
-        if not _list_holds(below[key], 0, 2 * links, 0, level):
+def _lists_hold(lists: Any, level: Any, at: int) -> bool:
+    """Whether each list of links names keys of that level, no more than it has room for."""
+    for own in lists:
+        if own[0] >= len(own):  # the other 16 bits of the count would mark the key as deleted
             return False
-        for each in range(level[key]):
-            if not _list_holds(above, first[key] + each * room, links, each + 1, level):
+        for key in own[1 : own[0] + 1]:
+            if key >= len(level) or level[key] < at:
                 return False
-    return True
-
-
-@njit(nogil=True, cache=True)
-def _list_holds(raw: Any, start: int, room: int, at: int, level: Any) -> bool:
-    count = _word(raw, start)  # the other 16 bits would mark the key as deleted
-    if count > room:
-        return False
-    for link in range(count):
-        key = _word(raw, start + 4 * (link + 1))
-        if key >= len(level) or level[key] < at:
-            return False
     return True

@@ -42,7 +42,8 @@ def usable() -> list[str]:
 def get(kind: str) -> type[VectorIndex]:
     """The class of `kind`. Raises UnknownIndex, UnusableKind, or MissingBackend without its library."""
     found = stated(kind)
-    found.need_library()
+    if found.library is not None:
+        found.library()
     return found
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 KEPT = 256
-"""Most folders in the cache; the least recently added to go first."""
+"""Most files in a folder of the cache; the least recently used go first."""
 _MOST = 1 << 20  # bytes of a folder's list: 16,000 lines
 _SETTLED_S = 2.0  # a file that was written just now may be written once more within a tick of its clock
 
@@ -64,14 +64,18 @@ def cache_folder() -> Path:
     return (Path(cache) if cache else Path(os.path.expanduser("~/.cache"))) / "offload-decode"
 
 
-def _add(known: Path, line: str) -> None:
-    known.parent.mkdir(parents=True, exist_ok=True)
-    kept = sorted(
-        (path for path in known.parent.iterdir() if path != known), key=lambda path: path.stat().st_mtime_ns
-    )
+def make_room(folder: Path) -> None:
+    """Make a folder of the cache, and in it room for a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for path in kept[: max(0, len(kept) - KEPT + 1)]:
         path.unlink(missing_ok=True)
-    if known.exists() and known.stat().st_size + len(line) >= _MOST:  # of files that have long been replaced
+
+
+def _add(known: Path, line: str) -> None:
+    if not known.exists():
+        make_room(known.parent)
+    elif known.stat().st_size + len(line) >= _MOST:  # of files that have long been replaced
         known.unlink()
     with open(known, "a", encoding="ascii") as file:
         file.write(f"{line}\n")

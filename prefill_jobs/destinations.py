@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload_decode.common.errors import ConfigError, StoreExists, StoreForeign, StoreMismatch
+from offload_decode.indexes.verified import cache_folder
 from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
-from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.store.files import SEAL, Progress
 from offload_decode.store.format import Manifest, fingerprint_version
 from offload_decode.store.layout import ROOT, header_of
@@ -82,7 +82,7 @@ def destination_of(out: str | Path, staging: Path | None = None) -> Place:
 
 def default_staging() -> Path:
     """A folder in the user's cache directory."""
-    return user_cache() / "staging"
+    return cache_folder() / "staging"
 
 
 def same_store(found: Found, manifest: Manifest, documents: Sequence[Document], name: str) -> None:

@@ -20,7 +20,6 @@ from offload_decode.common.rows import encodings, scan, threads
 from offload_decode.common.rows.arrays import Float32, Keys, drawn, float32_blocks
 from offload_decode.indexes import files
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, WORD
-from offload_decode.indexes.clusters.kmeans import MAX_KEYS, lloyd, nearest
 
 KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
 SEGMENT = 1 << 18  # keys that are clustered among themselves, so that building is linear beyond
@@ -33,6 +32,8 @@ APART = 2.5  # standard deviations above its cell's mean at which a query misses
 _APART_SHARE = 1e-4  # of the attention that such queries pay to a key, on average over all queries
 _APART_CELLS = 8  # one such key for so many cells at most, and as many in any case
 LARGEST = 7  # codes are -7 to 7, stored with 8 added
+_MET = 4096  # rows that meet all centroids at once
+_MOST = 2**31 - 1  # keys
 
 
 class Wanted(NamedTuple):
@@ -105,8 +106,8 @@ def build(keys: Keys, wanted: Wanted | None = None) -> Cells:
     Beyond a segment they lie in temporary files, so that memory grows by only twelve bytes a key before the
     first segment and four from then on.
     """
-    if len(keys) > MAX_KEYS:
-        raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
+    if len(keys) > _MOST:
+        raise InvalidIndexInput(f"At most {_MOST:,} keys can be clustered, got {len(keys):,}; split them.")
     if len(keys) <= SEGMENT:
         return _of_a_segment(keys, wanted)
     with ExitStack() as open_:
@@ -211,6 +212,34 @@ def _labels(keys: Keys) -> npt.NDArray[np.int64]:
 
 def _centroids(sample: Float32, count: int, rng: np.random.Generator) -> Float32:
     return lloyd(sample, sample[np.sort(rng.choice(len(sample), count, replace=False))], ITERATIONS)
+
+
+def lloyd(rows: Float32, centroids: Float32, iterations: int) -> Float32:
+    """Centroids `[C, D]` moved to the means of the `rows [n, D]` nearest to them; an empty one stays. It is
+    Euclidean: this estimated attention as well as clusters of unit vectors did, and needs no norms.
+    """
+    centroids = centroids.copy()
+    for _ in range(iterations):
+        labels, _ = nearest(rows, centroids)
+        order = np.argsort(labels, kind="stable")
+        sizes = np.bincount(labels, minlength=len(centroids))
+        filled = sizes > 0
+        first = np.concatenate([[0], sizes.cumsum()])[:-1][filled]
+        centroids[filled] = np.add.reduceat(rows[order], first, axis=0) / sizes[filled, None]
+    return centroids
+
+
+def nearest(block: Float32, centroids: Float32) -> tuple[npt.NDArray[np.int64], Float32]:
+    """The centroid c at the smallest distance from each row k, and k·c − |c|²/2: `[n]` each."""
+    labels, best = np.empty(len(block), np.int64), np.empty(len(block), np.float32)
+    norms = 0.5 * np.einsum("cd,cd->c", centroids, centroids)
+    for first in range(0, len(block), _MET):
+        part = slice(first, first + _MET)
+        closeness = block[part] @ centroids.T
+        closeness -= norms
+        labels[part] = closeness.argmax(axis=1)
+        best[part] = np.take_along_axis(closeness, labels[part, None], 1)[:, 0]
+    return labels, best
 
 
 def _moments(

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import Float32, Keys
-from offload_decode.indexes.clusters.cells import Cells
+from offload_decode.indexes.clusters.cells import Cells, lloyd, nearest
 from offload_decode.indexes.clusters.dot4 import BLOCK
-from offload_decode.indexes.clusters.kmeans import lloyd, nearest
 
 KEYS = 8  # of a group, on average: smaller ones estimate better, and take more
 _ITERATIONS = 1

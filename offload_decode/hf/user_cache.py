@@ -11,10 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload_decode.indexes.verified import Identity, cache_folder, identity, settled
+from offload_decode.indexes.verified import Identity, cache_folder, identity, make_room, settled
 
-KEPT = 256
-"""Most values; the least recently used go first."""
 _FINGERPRINT = re.compile(r"[0-9a-f:]{1,128}")
 _MOST = 1 << 16  # characters of a value
 
@@ -77,10 +75,7 @@ def save_text(key: str, value: str) -> None:
     """Save a text of ASCII under `key`, where the cache can be written."""
     path = _path(key)
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        saved = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime_ns)
-        for oldest in saved[: max(0, len(saved) - KEPT + 1)]:
-            oldest.unlink(missing_ok=True)
+        make_room(path.parent)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_text(value, encoding="ascii")
         os.replace(temporary, path)

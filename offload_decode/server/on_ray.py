@@ -31,10 +31,10 @@ from offload_decode.common.errors import (
     StoreExists,
     StoreNotFound,
 )
+from offload_decode.indexes.verified import cache_folder
 from offload_decode.planning.caps import apply_caps
 from offload_decode.prefill_jobs.buckets import is_url, pull
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
-from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.on_ray.workers import connected, installed, shares
 from offload_decode.server import metrics
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry
@@ -244,7 +244,7 @@ def on_ray(plan: Plan, replicas: int | None = None) -> Iterator[RayReplicas]:
 
 def cache_for(stores: Sequence[str]) -> Path:
     """Where a machine keeps the stores that it pulled: a folder for each list of stores."""
-    return user_cache() / "served" / hashlib.sha256("\n".join(stores).encode()).hexdigest()[:16]
+    return cache_folder() / "served" / hashlib.sha256("\n".join(stores).encode()).hexdigest()[:16]
 
 
 def _serve() -> Any:

@@ -34,11 +34,6 @@ _POLL_S = 0.2
 _ENTRY = re.compile(r"[0-9a-f]{32}")
 
 
-def user_cache() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "offload-decode"
-
-
 def name_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 

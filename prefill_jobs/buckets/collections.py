@@ -34,9 +34,10 @@ from offload_decode.common.errors import (
     StoreMismatch,
     StoreNotFound,
 )
+from offload_decode.indexes.verified import cache_folder
 from offload_decode.kv.indexes import kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
-from offload_decode.prefill_jobs.buckets.cache import Cache, name_of, user_cache
+from offload_decode.prefill_jobs.buckets.cache import Cache, name_of
 from offload_decode.prefill_jobs.buckets.stores import (
     check_room,
     claimed,
@@ -272,7 +273,7 @@ def fetch_lists(bucket: Bucket, lists: dict[str, Found], folder: Path) -> None:
 
 
 def cache_of(limit: int, patience: float = 0.0) -> Cache:
-    return Cache(user_cache() / "fetched", limit, patience)
+    return Cache(cache_folder() / "fetched", limit, patience)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from offload_decode.cli.questions import append_answers
 from offload_decode.collections.collection import Collection
 from offload_decode.common.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
+from offload_decode.indexes.verified import cache_folder
 from offload_decode.planning.caps import Caps
-from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray import asking, workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, QuestionBatch
@@ -56,7 +56,7 @@ def asker(url: str, limit: int = 1 << 30) -> Asker:
 def kept() -> dict[Path, bool]:
     """The folders of stores in this machine's cache, and whether each is held."""
     found = {}
-    for lock in (user_cache() / "fetched").glob("*/lock"):
+    for lock in (cache_folder() / "fetched").glob("*/lock"):
         if (lock.parent / "content" / "zarr.json").exists():
             with open(lock, "ab") as own:
                 try:

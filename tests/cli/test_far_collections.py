@@ -10,7 +10,7 @@ import pytest
 
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
-from offload_decode.prefill_jobs.buckets.cache import user_cache
+from offload_decode.indexes.verified import cache_folder
 from offload_decode.store.files import SEAL
 from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
 from tests.prefill_jobs.killing import tree
@@ -50,7 +50,7 @@ def asked(place: str | Path, *options: str) -> dict[str, str]:
 
 def kept() -> list[Path]:
     """The stores that the cache holds."""
-    return [path for path in (user_cache() / "fetched").glob("*/content") if (path / "zarr.json").exists()]
+    return [path for path in (cache_folder() / "fetched").glob("*/content") if (path / "zarr.json").exists()]
 
 
 def test_a_store_is_pushed_and_pulled(service, store, tmp_path):

@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import pytest
 
 from offload_decode.hf import user_cache as module
-from offload_decode.hf.user_cache import KEPT, cached_fingerprint
+from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.indexes import verified
+from offload_decode.indexes.verified import KEPT
 
 
 @pytest.fixture(autouse=True)

@@ -97,13 +97,6 @@ def chosen(builder: Any, vector: Any, lanes: list[int], other: Any = None) -> An
     )
 
 
-def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
-    single = builder.insert_element(
-        ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined), value, ir.Constant(INT, 0)
-    )
-    return chosen(builder, single, [0] * lanes)
-
-
 def _halves(builder: Any, bases: list[Any], offset: int) -> Any:
     """The float16 at each place as float32, exactly."""
     lanes = len(bases)
