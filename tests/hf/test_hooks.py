@@ -178,18 +178,6 @@ def test_padding_is_not_counted_in_positions(engine, left):
         torch.testing.assert_close(found, plain(engine, ASKED + NEXT)[len(ASKED) :], **CLOSE)
 
 
-def test_rows_that_were_padded_may_be_picked_and_cropped(engine):
-    ids, cache = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8], [0, 6, 7, 8]]), engine.new_cache()
-    seen = torch.cat([torch.ones(3, N, dtype=torch.long), (ids > 0).long()], dim=1)
-    positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, N:]
-    with torch.inference_mode():
-        passed(engine, ids, cache, attention_mask=seen, position_ids=positions)
-    cache.batch_select_indices(torch.tensor([1]))
-    torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, [5, 6, 7, 8, *NEXT])[4:], **CLOSE)
-    cache.crop(-5)
-    torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, [5, 6, *NEXT])[2:], **CLOSE)
-
-
 def test_a_batch_keeps_its_number_of_rows(engine):
     cache, ids = engine.new_cache(), torch.tensor([ASKED] * 3)
     with torch.inference_mode():

@@ -113,14 +113,6 @@ def test_full_layers_of_several_geometries_are_refused():
         shape._shape("twofold", SimpleNamespace(), SimpleNamespace(layers=layers), seen)
 
 
-def test_a_cache_layer_that_is_not_known_is_refused():
-    class Compressed(DynamicLayer):
-        pass
-
-    with pytest.raises(UnsupportedModel, match=r"layer 0 .*Compressed"):
-        shape._shape("other", SimpleNamespace(), SimpleNamespace(layers=[Compressed()]), {})
-
-
 @STATES
 def test_a_config_is_observed_once_and_what_took_long_is_remembered_between_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -411,12 +411,17 @@ def with_sinks(n: int, places: list[int]) -> tuple[Any, Any]:
     return keys, queries
 
 
+def alone(index: ClusteredIndex) -> set[int]:
+    """The keys that are cells of their own."""
+    first = index.cells.ids[index.cells.starts[:-1] * dot4.BLOCK]
+    return set(first[index.cells.counts == 1].tolist())
+
+
 @pytest.mark.parametrize("places", [[0], [0, 1500], [7, 2999, 5000]], ids=str)
 def test_attention_sinks_are_found_wherever_they_are(places: list[int]) -> None:
     keys, queries = with_sinks(6000, places)
     index = ClusteredIndex.build(keys, queries[:256], k=16)
-    single = index.cells.ids[index.cells.starts[:-1] * dot4.BLOCK][index.cells.counts == 1]
-    assert set(places) <= set(single.tolist()), "each is a cell of its own"
+    assert set(places) <= alone(index), "each is a cell of its own"
     assert index.recall is not None
     assert index.recall.value < 1000, "pruned"
     others = queries[256:]
@@ -437,7 +442,7 @@ def test_attention_sinks_are_found_wherever_they_are(places: list[int]) -> None:
 def test_few_keys_are_cells_of_their_own() -> None:
     keys, queries = with_sinks(6000, list(range(0, 6000, 50)))
     index = ClusteredIndex.build(keys, queries, k=16)
-    assert np.count_nonzero(index.cells.counts == 1) <= 6000 // 256 // 8 + 8 + 1
+    assert len(alone(index)) <= 6000 // 256 // 8 + 8 + 1
     assert cells.check(index.cells, len(keys))
 
 
@@ -445,12 +450,10 @@ def test_sinks_of_every_segment_are_cells_of_their_own(monkeypatch: pytest.Monke
     monkeypatch.setattr(cells, "SEGMENT", 2048)
     keys, queries = with_sinks(6000, [7, 2999, 5000])
     index = ClusteredIndex.build(keys, queries, k=16)
-    single = index.cells.ids[index.cells.starts[:-1] * dot4.BLOCK][index.cells.counts == 1]
-    assert {7, 2999, 5000} <= set(single.tolist())
+    assert {7, 2999, 5000} <= alone(index)
 
 
 def test_sinks_that_are_appended_are_cells_of_their_own() -> None:
     keys, queries = with_sinks(6000, [7, 5000])
     index = ClusteredIndex.build(keys[:4000], queries, k=16).extended(keys, queries, digest="d")
-    single = index.cells.ids[index.cells.starts[:-1] * dot4.BLOCK][index.cells.counts == 1]
-    assert {7, 5000} <= set(single.tolist())
+    assert {7, 5000} <= alone(index)

@@ -29,16 +29,12 @@ def survived(kind: str, trials: int, seed: int) -> dict[str, int]:
     return outcomes
 
 
+@pytest.mark.parametrize(("trials", "seed"), [(60, 0), pytest.param(1000, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_number_in_a_native_file_does_harm(kind: str) -> None:
-    outcomes = survived(kind, 60, 0)
+def test_no_number_in_a_native_file_does_harm(kind: str, trials: int, seed: int) -> None:
+    outcomes = survived(kind, trials, seed)
     assert outcomes.keys() == {"refused", "answered"}, "codes and centroids may be anything, ids may not"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_number_of_a_thousand_does_harm(kind: str) -> None:
-    assert sum(survived(kind, 1000, 1).values()) == 1000
+    assert sum(outcomes.values()) == trials
 
 
 def saved(kind: str, folder: Path) -> tuple[ApproximateIndex, Path]:

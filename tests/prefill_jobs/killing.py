@@ -1,4 +1,4 @@
-"""Commands of the command line in processes that are killed: at a moment, or at a step of the file system.
+"""Commands of the command line in processes that are killed at a step of the file system.
 
 A process takes seconds to import what a command needs. So one process, the `Runner`'s, imports it all once
 and forks a child for every run: `python -m tests.prefill_jobs.killing`, a JSON object a line both ways.
@@ -9,15 +9,12 @@ else sees and that are gone with it.
 import json
 import mmap
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +43,11 @@ def index(store: Path, kind: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a run ended: -9 as its code where it was killed; seconds, and steps of the file system."""
+    """How a run ended: -9 as its code where it was killed; and its steps of the file system."""
 
     code: int
     out: str
     err: str
-    seconds: float
     steps: int
 
     @property
@@ -79,8 +75,6 @@ class Runner:
     def run(
         self,
         *commands: list[str],
-        kill_after: float | None = None,
-        from_step: int = 0,
         kill_at: int = 0,
         limit: int = 0,
         memory: int = 0,
@@ -88,9 +82,9 @@ class Runner:
     ) -> Ran:
         """Run commands one after another until one fails.
 
-        `kill_after` seconds from the step `from_step`, or before or in the middle of the step `kill_at`, the
-        process is killed. No file grows past `limit` bytes, where it is given, and the process by no more
-        than `memory`; `stdout` is where standard output goes, "-" for closed.
+        Before or in the middle of the step `kill_at` the process is killed. No file grows past `limit` bytes,
+        where it is given, and the process by no more than `memory`; `stdout` is where standard output goes,
+        "-" for closed.
         """
         return Ran(**self._ask({name: value for name, value in locals().items() if name != "self"}))
 
@@ -123,8 +117,8 @@ class Job:
         self.commands = commands
         self._commands = commands(folder)
         self.clear()
-        self._alone = [runner.run(command) for command in self._commands]
-        assert not any(ran.code for ran in self._alone), self._alone
+        alone = [runner.run(command) for command in self._commands]
+        assert not any(ran.code for ran in alone), alone
         self.whole = tree(folder)
         self.clear()
         self.steps = self.resume().steps  # one process needs a few less of them than several
@@ -151,24 +145,6 @@ class Job:
     def is_whole(self) -> bool:
         """Whether the folder holds, bit for bit, what an unbroken run leaves, and nothing else."""
         return tree(self.folder) == self.whole
-
-    def kill_at_random(self, rng: random.Random) -> Ran:
-        """Kill one of the commands that are left, those before it done, at a moment of the time it takes.
-
-        Most prefills are killed a moment after a step, so that it is not the start alone that is hit where
-        others use the machine.
-        """
-        left = range(int(self.store.exists()), len(self._commands))
-        which = left[0] if rng.random() < 0.5 else rng.choice(left)
-        assert not self.runner.run(*self._commands[left[0] : which]).code
-        alone = self._alone[which]
-        if which == 0 and rng.random() < 0.75:
-            how = {"from_step": rng.randrange(alone.steps), "kill_after": rng.uniform(0, 0.05)}
-        else:
-            how = {"kill_after": rng.uniform(0, alone.seconds)}
-        ran = self.runner.run(self._commands[which], **how)
-        assert ran.killed or ran.code == 0, ran
-        return ran
 
 
 class Disk:
@@ -199,33 +175,17 @@ class Disk:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def kill_at_random(job: Job, kills: int, rng: random.Random) -> tuple[Counter[str], list[int]]:
-    """Kill a job again and again at any moment, and let it come to its end after every other kill or so.
-
-    Gives the stages at which it was killed, and after how many kills an end was not that of an unbroken run.
+def kill_at_steps(job: Job, steps: Iterable[int], again: Callable[[], int] = lambda: 0) -> list[int]:
+    """Kill a job, begun anew, at each of these changes of the file system; those whose end was another. What
+    is left is killed at the step that `again` says, until that is 0 or it comes to its end before.
     """
-    stages: Counter[str] = Counter()
-    spoilt = []
-    job.clear()
-    while stages.total() < kills:
-        ran = job.kill_at_random(rng)
-        if ran.killed:
-            stages[stage(job.store)] += 1
-        if not ran.killed or rng.random() < 0.5 or stages.total() == kills:
-            job.resume()
-            if not job.is_whole():
-                spoilt.append(stages.total())
-            job.clear()
-    return stages, spoilt
-
-
-def kill_at_steps(job: Job, steps: Iterable[int]) -> list[int]:
-    """Kill a job, begun anew, at each of these changes of the file system; those whose end was another."""
     spoilt = []
     for step in steps:
         job.clear()
         ran = job.run(kill_at=step)
         assert ran.killed, f"it has no step {step}: {ran}"
+        while ran.killed and (further := again()):
+            ran = job.run(kill_at=further)
         job.resume()
         if not job.is_whole():
             spoilt.append(step)
@@ -239,21 +199,6 @@ def told(ran: Ran) -> str:
     assert ran.err.count("\n") == 1, ran
     assert "unexpected" not in ran.err, ran
     return ran.err
-
-
-def stage(store: Path) -> str:
-    """How far a job had come, by what it left on the disk."""
-    partial = store.with_name(store.name + ".partial")
-    indexes = store.with_name(store.name + ".indexes")
-    if not store.exists():
-        if not (partial / "progress.json").exists():
-            return "prefill, staging is made" if partial.exists() else "start, model is loaded"
-        done = json.loads((partial / "progress.json").read_text())["tokens"]
-        total = json.loads((partial / "store/zarr.json").read_text())["attributes"]["offload_decode"]
-        return "prefill, chunks" if done < total["n_tokens"] else "prefill, publishing"
-    if partial.exists():
-        return "prefill, tidying up"
-    return "index, a file half written" if list(indexes.rglob("*.tmp")) else "index, built and saved"
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -305,35 +250,17 @@ def _import_all() -> None:
 
 def _fork(request: dict[str, Any], steps: mmap.mmap) -> dict[str, Any]:
     steps[:] = bytes(8)
-    began = time.monotonic()
     with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
         child = os.fork()
         if not child:
             _be_the_child(request, steps, out.fileno(), err.fileno())
-        code = _wait(child, steps, request["from_step"], request["kill_after"])
-        seconds = time.monotonic() - began
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     count = int.from_bytes(steps[:], "little")
-    return {"code": code, "out": texts[0], "err": texts[1], "seconds": seconds, "steps": count}
-
-
-def _wait(child: int, steps: mmap.mmap, from_step: int, kill_after: float | None) -> int:
-    deadline = None
-    while kill_after is not None:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        now = time.monotonic()
-        if deadline is None and int.from_bytes(steps[:], "little") >= from_step:
-            deadline = now + kill_after
-        if deadline is not None and now >= deadline:
-            os.kill(child, signal.SIGKILL)
-            break
-        time.sleep(0.0005)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {"code": code, "out": texts[0], "err": texts[1], "steps": count}
 
 
 def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int) -> None:

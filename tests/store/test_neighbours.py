@@ -21,7 +21,6 @@ from offload_decode.common.errors import (
     IndexNotWritten,
     StoreBusy,
     StoreError,
-    StoreIncomplete,
     StoreMismatch,
 )
 from offload_decode.indexes.flat import FlatIndex
@@ -31,19 +30,6 @@ from tests.store.jobs import Job
 from tests.store.test_growth import Corpus
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_another_builder_and_readers_beside_a_builder(job: Job, tmp_path: Path) -> None:
-    with job.open(tmp_path / "s") as writer:
-        job.feed(writer, until=500)
-        with pytest.raises(StoreBusy, match="wait for it to end"):
-            job.open(tmp_path / "s")
-        for read in (KVStore.open, verify_store):
-            with pytest.raises(StoreIncomplete, match="500 of 1,300 tokens"):
-                read(tmp_path / "s")
-        job.feed(writer)
-        writer.publish()
-    verify_store(tmp_path / "s")
 
 
 def test_readers_and_verify_beside_appends(tmp_path: Path) -> None:

@@ -168,14 +168,6 @@ def test_what_cannot_be_read_is_a_sentence(store: Path, monkeypatch: pytest.Monk
         KVStore.open(store)
 
 
-def test_a_file_truncated_after_opening_is_refused_when_it_is_mapped(store: Path) -> None:
-    opened = KVStore.open(store)
-    os.truncate(store / "layers/000/keys/c.0.1.0", 100)
-    with pytest.raises(StoreDamaged, match="100 bytes"):
-        opened.keys(0, 0)
-    assert opened.keys(0, 1).shape == (1300, 64)
-
-
 def test_every_bit_of_the_small_files(store: Path) -> None:
     for name in ("SHA256SUMS.sha256", "zarr.json"):
         size = (store / name).stat().st_size
