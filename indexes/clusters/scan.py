@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
 from offload_decode.common.rows.arrays import Float32
+from offload_decode.common.rows.compiled import intrinsic
 from offload_decode.common.rows.loops import dot_row, prefetch_row
 from offload_decode.common.rows.top_k import keep_largest
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, scored
@@ -17,14 +17,14 @@ STEP = 32  # blocks scored together; their sums stay in the first-level cache
 STEP_BYTES = 24 * STEP * BLOCK * QUERIES  # of what a step finds
 
 
-def _lowest(_: Any, word: Any) -> Any:
+@intrinsic
+def lowest(_: Any, word: Any) -> Any:
+    """The place of the lowest bit of a word that has one: `lowest(word)`."""
+
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.cttz(given[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), generate
-
-
-lowest: Any = intrinsic(_lowest)  # `lowest(word)`: the place of the lowest bit of a word that has one
 
 
 class Candidates(NamedTuple):

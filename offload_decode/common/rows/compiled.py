@@ -1,14 +1,14 @@
 """Building blocks of compiled loops: the processor's instructions, floats from bits, an exponential."""
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import extending, njit, types
 from numba.core import cgutils, config
 from numba.core.codegen import get_host_cpu_features
-from numba.extending import intrinsic
 
 from offload_decode.common.rows.encodings import SCALE_BYTES
 
@@ -22,14 +22,18 @@ def features() -> frozenset[str]:
     return frozenset(name[1:] for name in listed.split(",") if name.startswith("+"))
 
 
-def _pointer(_: Any, address: Any) -> Any:
+# Numba types what it makes of a function as called with the compiler's arguments, not with the caller's.
+intrinsic: Callable[..., Any] = extending.intrinsic
+
+
+@intrinsic
+def at(_: Any, address: Any) -> Any:
+    """What `numba.carray` makes an array of: `at(address)`."""
+
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.inttoptr(given[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
-
-
-at: Any = intrinsic(_pointer)  # `at(address)`: what `numba.carray` makes an array of
 
 
 def _reader(kind: Any, of: Any) -> Any:
@@ -63,16 +67,14 @@ def multiplied(bits: Any) -> Any:
     return np.uint32(wide | sign).view(np.float32)
 
 
-def _convert(_: Any, bits: Any) -> Any:
+@intrinsic
+def converted(_: Any, bits: Any) -> Any:
     """As `multiplied`, by the processor's conversion instruction."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), generate
-
-
-converted: Any = intrinsic(_convert)
 
 
 def converts() -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,19 +58,6 @@ _TASK = 1 << 17  # bytes of blocks for one row of activations, at least: some te
 _TILE = 16  # rows of weights that meet four rows of activations while these are in the nearest cache
 
 
-class Activations(NamedTuple):
-    """Rows of activations as signed bytes, with zeros behind up to a number of rows that loops take.
-
-    `codes` int8 `[R, K]` of -127 to 127, `scales` float32 `[R, K / 32]`, and what 32 and 16 codes times their
-    scale add up to: `sums` float32 `[R, K / 32]` and `halves` float32 `[R, K / 16]`.
-    """
-
-    codes: npt.NDArray[np.int8]
-    scales: Float32
-    sums: Float32
-    halves: Float32
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def _quantize(x: Any, codes: Any, scales: Any, sums: Any, halves: Any) -> None:
     bits = x.view(np.uint32)
@@ -103,7 +90,12 @@ def padded(count: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _quantized(x: Any) -> Any:
+def quantized(x: Any) -> Any:
+    """Activations `x [M, K]` float32 as signed bytes, with zeros behind up to R rows, `padded(M)`.
+
+    Codes int8 `[R, K]` of -127 to 127, scales float32 `[R, K / 32]`, and what 32 and 16 codes times their
+    scale add up to: sums float32 `[R, K / 32]` and halves float32 `[R, K / 16]`.
+    """
     count, width = x.shape
     rows = padded(count)
     codes = np.zeros((rows, width), np.int8)
@@ -111,23 +103,6 @@ def _quantized(x: Any) -> Any:
     sums, halves = np.zeros_like(scales), np.zeros((rows, 2 * width // PART), np.float32)
     _quantize(x, codes, scales, sums, halves)
     return codes, scales, sums, halves
-
-
-def quantized(x: Float32) -> Activations:
-    """`x [M, K]` float32 as bytes. A part of 32 with NaN or infinity gives products that are not finite.
-
-    Raises ModelError unless x is float32 `[M, K]`, contiguous, with K a multiple of 32.
-    """
-    _check(x)
-    return Activations(*_quantized(x))
-
-
-def _check(x: Float32) -> None:
-    if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] % PART or not x.flags.c_contiguous:
-        raise ModelError(
-            f"Activations are contiguous float32 [M, K], K a multiple of {PART}, "
-            f"not {x.dtype} of shape {list(x.shape)}."
-        )
 
 
 def _called(builder: Any, name: str, kind: Any, *given: Any) -> Any:
@@ -376,7 +351,7 @@ def products(team: Any, x: Any, table: Any) -> Any:
     """Activations `x [M, K]` float32, of at least one row, times all matrices of a `Matrices.table`: flat,
     `[R, rows]` of one behind the other, where R is `padded(M)`.
     """
-    codes, scales, sums, halves = _quantized(x)
+    codes, scales, sums, halves = quantized(x)
     total, start = 0, 0
     for matrix in range(len(table)):
         total += len(codes) * table[matrix, 2]
@@ -432,11 +407,13 @@ class Matrices:
         and all cores share the rows.
 
         What is not finite in x, or in the scales of blocks, gives products that are not finite. Raises
-        ModelError as `quantized`, and for another K.
+        ModelError for other activations.
         """
-        _check(x)
-        if x.shape[1] != self.width:
-            raise ModelError(f"Rows of {self.width} weights cannot meet {x.shape[1]} activations.")
+        if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != self.width or not x.flags.c_contiguous:
+            raise ModelError(
+                f"Activations of these weights are contiguous float32 [M, {self.width}], "
+                f"not {x.dtype} of shape {list(x.shape)}."
+            )
         flat = products(cells(), x, self.table)
         held, found, start = padded(len(x)), [], 0
         for rows in self.rows:

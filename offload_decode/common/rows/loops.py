@@ -7,9 +7,8 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from offload_decode.common.rows.compiled import half_to_single, scale_of, single, word
+from offload_decode.common.rows.compiled import half_to_single, intrinsic, scale_of, single, word
 from offload_decode.common.rows.encodings import SCALE_BYTES
 from offload_decode.common.rows.scan import BF16, FP16, INT4, INT8
 
@@ -140,7 +139,11 @@ def prefetch(builder: Any, place: Any) -> None:
     builder.call(function, [place, *(ir.Constant(word, value) for value in (0, 3, 1))])
 
 
-def _prefetch_row(_: Any, rows: Any, row: Any) -> Any:
+@intrinsic
+def prefetch_row(_: Any, rows: Any, row: Any) -> Any:
+    """Called from compiled code: `prefetch_row(rows, row)` fetches `rows[row]` of a contiguous 2-D array into
+    the cache; a row that does not exist does no harm.
+    """
     signature = types.void(rows, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
@@ -155,8 +158,3 @@ def _prefetch_row(_: Any, rows: Any, row: Any) -> Any:
         return context.get_dummy_value()
 
     return signature, generate
-
-
-# Called from compiled code: `prefetch_row(rows, row)` fetches `rows[row]` of a contiguous 2-D array into the
-# cache; a row that does not exist does no harm.
-prefetch_row: Any = intrinsic(_prefetch_row)

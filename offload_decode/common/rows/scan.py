@@ -13,11 +13,10 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import BFLOAT16, Keys
-from offload_decode.common.rows.compiled import features, half_to_single, scale_of, single, word
+from offload_decode.common.rows.compiled import features, half_to_single, intrinsic, scale_of, single, word
 from offload_decode.common.rows.encodings import SCALE_BYTES
 
 # Inner products of a few rows with a few queries at once: `[ROWS, W]` times `[QUERIES, W]`, in float32. Each
@@ -47,7 +46,12 @@ def padded(queries: Any) -> Any:
     return wide
 
 
-def _products(_: Any, rows: Any, queries: Any, first: Any, sums: Any) -> Any:
+@intrinsic
+def products(_: Any, rows: Any, queries: Any, first: Any, sums: Any) -> Any:
+    """Called from compiled code: `products(rows, queries, first, sums)` writes the inner products of `rows
+    [ROWS, W]` with `queries[first : first + QUERIES]` of `[R, W]`, W a multiple of LANES, to `sums [SUMS]`
+    float32: ROWS of the first query, then those of the next.
+    """
     signature = types.void(rows, queries, types.int64, sums)
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
@@ -104,12 +108,6 @@ def _added(builder: Any, vectors: list[Any]) -> list[Any]:
         ]
         width = half
     return vectors
-
-
-# Called from compiled code: `products(rows, queries, first, sums)` writes the inner products of `rows [ROWS,
-# W]` with `queries[first : first + QUERIES]` of `[R, W]`, W a multiple of LANES, to `sums [SUMS]` float32:
-# ROWS of the first query, then those of the next.
-products: Any = intrinsic(_products)
 
 
 @njit(nogil=True, cache=True, forceinline=True)

@@ -25,9 +25,8 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from offload_decode.common.rows.compiled import at
+from offload_decode.common.rows.compiled import at, intrinsic
 from offload_decode.common.rows.threads import THREADS
 
 SLOTS = 4
@@ -62,17 +61,16 @@ def _cell(context: Any, builder: Any, kind: Any, cells: Any, place: Any) -> Any:
     return builder.gep(context.make_array(kind)(context, builder, cells).data, [place])
 
 
-def _emit_load(_: Any, cells: Any, place: Any) -> Any:
+@intrinsic
+def _load(_: Any, cells: Any, place: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.load_atomic(_cell(context, builder, signature.args[0], *given), "seq_cst", 8)
 
     return _types.int64(cells, _types.int64), generate
 
 
-_load: Any = intrinsic(_emit_load)
-
-
-def _emit_store(_: Any, cells: Any, place: Any, value: Any) -> Any:
+@intrinsic
+def _store(_: Any, cells: Any, place: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         own = _cell(context, builder, signature.args[0], *given[:2])
         builder.store_atomic(given[2], own, "seq_cst", 8)
@@ -81,10 +79,8 @@ def _emit_store(_: Any, cells: Any, place: Any, value: Any) -> Any:
     return _types.void(cells, _types.int64, _types.int64), generate
 
 
-_store: Any = intrinsic(_emit_store)
-
-
-def _emit_add(_: Any, cells: Any, place: Any, value: Any) -> Any:
+@intrinsic
+def _add(_: Any, cells: Any, place: Any, value: Any) -> Any:
     """Adds to a cell, and returns what it held before."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
@@ -94,19 +90,14 @@ def _emit_add(_: Any, cells: Any, place: Any, value: Any) -> Any:
     return _types.int64(cells, _types.int64, _types.int64), generate
 
 
-_add: Any = intrinsic(_emit_add)
-
-
-def _emit_at(_: Any, cells: Any, place: Any) -> Any:
+@intrinsic
+def _at(_: Any, cells: Any, place: Any) -> Any:
     """The address of a cell."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.bitcast(_cell(context, builder, signature.args[0], *given), cgutils.voidptr_t)
 
     return _types.voidptr(cells, _types.int64), generate
-
-
-_at: Any = intrinsic(_emit_at)
 
 
 _LONG = ir.IntType(64)
@@ -128,7 +119,8 @@ def _uncounted(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     return value
 
 
-def _closure(typing: Any, body: Any, given: Any) -> Any:
+@intrinsic
+def closure(typing: Any, body: Any, given: Any) -> Any:
     """The addresses of a function that calls the compiled `body(task, *given)`, and of `given`, a tuple: they
     live as long as the compiled function in which this stands runs. It must hold on to the arrays in there.
     """
@@ -156,19 +148,14 @@ def _closure(typing: Any, body: Any, given: Any) -> Any:
     return _types.UniTuple(_types.int64, 2)(body, given), generate
 
 
-closure: Any = intrinsic(_closure)
-
-
-def _emit_failed(_: Any, body: Any, data: Any, task: Any) -> Any:
+@intrinsic
+def _failed(_: Any, body: Any, data: Any, task: Any) -> Any:
     """Does a task; 1 where it raised, else 0."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.call(builder.inttoptr(given[0], _TASK.as_pointer()), given[1:])
 
     return _types.int64(*(_types.int64,) * 3), generate
-
-
-_failed: Any = intrinsic(_emit_failed)
 
 
 @njit(nogil=True, cache=True)
