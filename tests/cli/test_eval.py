@@ -178,9 +178,7 @@ def test_perplexity_prints_a_line_for_each_way(home, text, out):
         ["unigram", "100"],
     ]
     assert lines[4].startswith("behind 100 tokens, ")
-    assert lines[5].startswith(
-        "At 100 tokens this model predicts the text no better than counts of its tokens"
-    )
+    assert len(lines) == 5
     assert "demo model" not in ran.err
     before = out.read_bytes()
     assert run(*asked).out == ran.out
