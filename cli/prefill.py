@@ -51,8 +51,8 @@ class StoreOptions:
         option(
             "N",
             "Tokens to allow for a conversation after the corpus, for models whose rotation depends on the "
-            "total length (longrope, dynamic).  [default: 4K, or the rest of the length that needs no "
-            "scaling]",
+            "total length (longrope, dynamic).  [default: the rest of the length that needs no scaling, or "
+            "512]",
         ),
     ] = None
     rope: opts.Rope = ""

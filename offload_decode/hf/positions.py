@@ -20,8 +20,8 @@ from torch import nn
 
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
 
-CONTEXT = 4096
-"""Tokens that are expected to follow a prefix, by default."""
+CONTEXT = 512
+"""Tokens that are expected to follow a prefix, by default: a usual question and its answer."""
 DEPENDENT = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies change with the length of a text."""
 UNSAID = 0
@@ -29,7 +29,6 @@ UNSAID = 0
 
 _NOTED = "rotated_for"
 _MOST = 1 << 40  # tokens of any text
-_ROOM = 1024  # tokens that may follow a store whose length is chosen so that its rotation does not change
 _TABLES = re.compile(r"(^|\.)(wpe|embed_positions|positions?_embed(ding)?s?|pos_embed(ding)?s?)$")
 
 
@@ -81,8 +80,9 @@ class Lengths:
     def chosen(self, tokens: int, context: int | None = None) -> Positions:
         """For a prefix of `tokens` that at most `context` tokens will follow.
 
-        None: what is left of a length within which the rotation stays the same, if that is 1,024 tokens or
-        more, else `CONTEXT`. Raises `ConfigError` where there are not so many positions.
+        None: what is left of a length within which the rotation stays the same, if that is `CONTEXT` tokens
+        or an eighth of it, else `CONTEXT`: as transformers rotates the text with a usual answer. Raises
+        `ConfigError` where there are not so many positions.
         """
         if self.table is not None and tokens + (context or 1) > self.table:
             follow = "a question" if context is None else f"the {context:,} of --context"
@@ -91,7 +91,8 @@ class Lengths:
                 "more: split the corpus, or use a model with rotary positions"
             )
         if context is None:
-            room = [length - tokens for length in self._lengths if length - tokens >= _ROOM]
+            rooms = ((length - tokens, min(CONTEXT, length // 8)) for length in self._lengths)
+            room = [left for left, least in rooms if left >= least]
             context = min(room, default=CONTEXT)
         return self._rotated_for(tokens + context)
 

@@ -14,7 +14,7 @@ import torch
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import generate_name, with_cache
-from offload_decode.hf.positions import Lengths, Positions, describe_positions, lengths_of
+from offload_decode.hf.positions import CONTEXT, Lengths, Positions, describe_positions, lengths_of
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.reader import KVStore
 from tests.families import VOCAB
@@ -82,6 +82,18 @@ def test_every_token_is_rotated_as_in_one_pass_over_all_of_the_text(name, length
     for start in range(PREFIX, PREFIX + QUESTION):
         logits = turn.extend(asked[0, start : start + 1])
     torch.testing.assert_close(logits, in_one_pass(name, asked, length)[0, -1], **CLOSE)
+
+
+@pytest.mark.parametrize("tokens", [PREFIX, 2 * ORIGINAL])
+def test_by_default_a_text_is_rotated_as_transformers_does_with_a_usual_answer(
+    name: str, tokens: int, tmp_path: Path
+) -> None:
+    served, asked = wrap(model_of(name)), text(tokens + QUESTION)
+    token_store(tmp_path / "store", served, asked[0, :tokens], 16)
+    engine = Engine.open(tmp_path / "store", served, options={"budget": str(tokens)})
+    length = tokens + QUESTION if tokens < ORIGINAL else tokens + CONTEXT
+    expected = in_one_pass(name, asked, length)[0, -1]
+    torch.testing.assert_close(engine.extend(asked[0, tokens:]), expected, **CLOSE)
 
 
 def test_the_control_of_another_length_differs(name: str) -> None:
@@ -193,11 +205,12 @@ def test_what_the_scaling_starts_from_makes_another_model() -> None:
 def test_the_context_that_is_expected_keeps_short_texts_in_their_length() -> None:
     phi = Lengths(switches=(4096,))
     assert phi.chosen(3000) == Positions(4096, 4096)
-    assert phi.chosen(3073) == Positions(4097, None)
+    assert phi.chosen(3584) == Positions(4096, 4096)
+    assert phi.chosen(3585) == Positions(4097, None)
     assert phi.chosen(100_000) == Positions(4097, None)
     ntk = Lengths(grows=4096)
     assert ntk.chosen(3000) == Positions(4096, 4096)
-    assert ntk.chosen(10_000) == Positions(14_096, 14_096)
+    assert ntk.chosen(10_000) == Positions(10_512, 10_512)
     assert Lengths().chosen(10**9, 10**9) == Positions()
 
 
