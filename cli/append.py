@@ -9,7 +9,7 @@ from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
 from offload_decode.cli.options import Folders, argument, option, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import RunOptions, skipped_files
+from offload_decode.cli.prefill import RunOptions, exit_on_failures, skipped_files
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def append(
         output.answer_json(asdict(report) | {"kept": report.kept})
     for line in _report_lines(report):
         output.note(line, quiet)
+    exit_on_failures(report.failed)
 
 
 def _report_lines(report: AppendReport) -> list[str]:

@@ -21,7 +21,7 @@ from offload_decode.cli.ask import show
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.errors import sentence
 from offload_decode.cli.limits import AskOptions, open_engine
-from offload_decode.cli.options import From, with_groups, without_surrogates
+from offload_decode.cli.options import From, with_groups
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
@@ -161,7 +161,7 @@ class Transcript:
         match written:
             case {"question": str(question), "answer": str(answer), "tokens": list(tokens), **others} if (
                 question.strip()
-                and question == without_surrogates(question)
+                and question == files.without_surrogates(question)
                 and not others
                 and all(type(token) is int and token in known for token in tokens)
             ):

@@ -12,16 +12,13 @@ import typer
 
 from offload_decode.cli import options as opts
 from offload_decode.cli import output
-from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.options import Folders, a_path, argument, on_this_machine, option, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import RunOptions, StoreOptions, skipped_files
+from offload_decode.cli.prefill import RunOptions, StoreOptions, exit_on_failures, skipped_files
 from offload_decode.common import files
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.collect import CollectReport
-
-_SHOWN = 5
 
 
 @with_groups
@@ -83,13 +80,8 @@ def collect(
         )
     if report.gone:
         output.note(f"dropped, because the folder no longer has them: {output.some(report.gone)}", quiet)
-    for one in report.failed[:_SHOWN]:
-        output.note(f"error: {output.one_line(one.name)}: {output.one_line(one.reason)}")
-    if (unshown := len(report.failed) - _SHOWN) > 0:
-        output.note(f"error: and {output.count(unshown, 'document')} more (--json lists them)")
     output.note(f"{out}: {_summary(report)}", quiet)
-    if report.failed:
-        raise typer.Exit(FAILURE)
+    exit_on_failures(report.failed)
     output.note(f'ask it something: offload-decode ask {out} "…"', quiet)
 
 

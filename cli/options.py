@@ -295,11 +295,6 @@ NoSync = Annotated[
 ]
 
 
-def without_surrogates(text: str) -> str:
-    """Text that UTF-8 can hold: JSON may spell half a surrogate pair, which no tokenizer takes."""
-    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
-
-
 def question_from(text: str) -> str:
     """The question of an argument; `-` is standard input."""
     if text == "-":

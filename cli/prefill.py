@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,7 +152,8 @@ def prefill(
     skipped files are named.
 
     The same command resumes an interrupted prefill, and keeps an existing store of the same tokens, model and
-    settings. If one of several corpora fails, the others continue and it is named at the end.
+    settings. If one of several corpora fails, or a document of which the tokenizer makes nothing, the others
+    continue and it is named at the end.
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
@@ -189,6 +191,7 @@ def prefill(
     loading = output.duration(report.loading)
     before = [f"before that, the model took {loading} to load"] if report.loading else []
     output.note("\n".join([_made(report), *before, checked(model), _next(report)]), quiet)
+    exit_on_failures(report.failed)
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
@@ -208,9 +211,21 @@ def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
     kept = sum(report.kept for report in reports.values())
     counts = {"made": len(reports) - kept, "kept": kept, "failed": len(failures)}
     output.note(", ".join(f"{number:,} {what}" for what, number in counts.items() if number), quiet)
+    named = [(job, one) for job, report in reports.items() for one in report.failed]
+    exit_on_failures([one._replace(name=f"{job.corpus}: {one.name}") for job, one in named])
     if failures:
         raise typer.Exit(FAILURE)
     output.note(_next(next(iter(reports.values()))), quiet)
+
+
+def exit_on_failures(failed: Sequence[Skipped]) -> None:
+    """Name documents that failed while others did not; raises `typer.Exit` where there are some."""
+    for one in failed[:_SHOWN]:
+        output.note(f"error: {output.one_line(one.name)}: {output.one_line(one.reason)}")
+    if (unshown := len(failed) - _SHOWN) > 0:
+        output.note(f"error: and {output.count(unshown, 'document')} more (--json lists them)")
+    if failed:
+        raise typer.Exit(FAILURE)
 
 
 def _made(report: PrefillReport) -> str:

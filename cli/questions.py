@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload_decode.cli.options import without_surrogates
 from offload_decode.cli.output import json_line
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError
@@ -151,7 +150,7 @@ def _question(path: Path, number: int, line: str) -> Question:
         raise ConfigError(f"{where} cannot be read ({error}): make it simpler") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("question"), str):
         raise ConfigError(f'{where} has no text in "question": each line is like {{"question": "…"}}')
-    text, store = without_surrogates(fields.pop("question")), fields.pop("store", None)
+    text, store = files.without_surrogates(fields.pop("question")), fields.pop("store", None)
     if not text.strip():
         raise ConfigError(f"{where} asks nothing: its question is empty")
     if not isinstance(store, str | None):

@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from offload_decode.common.errors import ConfigError, CorpusError, StoreForeign, StoreMismatch
+from offload_decode.common.errors import ConfigError, CorpusError, StoreForeign, StoreMismatch, TextRefused
 from offload_decode.common.memory import Peak, give_back
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.chunks import prefill_chunks
-from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
+from offload_decode.prefill_jobs.corpus import TextDocument, check_some, encode_further, headed, read_corpus
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes, extend_indexes, publish_indexes
 from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, memory_errors, prefill_tokens
@@ -37,7 +39,8 @@ from offload_decode.types import Document
 class AppendReport:
     """What an append did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
-    `added` and `known` name the new documents and those that were in the store already. Of `n_tokens`,
+    `added` and `known` name the new documents and those that were in the store already; `failed` are left
+    out, because the tokenizer fails on them. Of `n_tokens`,
     `added_tokens` are new; `repeated` ones of the earlier store ran again. `shared` and `copied`: bytes of
     the earlier store that this run put into the new one. `left`: for each kind of index that was not
     extended, a sentence with the reason.
@@ -51,6 +54,7 @@ class AppendReport:
     added: tuple[str, ...]
     known: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    failed: tuple[Skipped, ...] = ()
     resumed_from: int
     seconds: float
     tokens_per_second: float
@@ -103,7 +107,7 @@ def append_texts(
     """`append` with documents and a model that are loaded already."""
     earlier = opened(store)
     _check_model(earlier, loaded)
-    prompt = loaded.prompt
+    prompt = loaded.prompt.opened(earlier.manifest.opening)
     if prompt.template != earlier.manifest.template:
         raise StoreMismatch(
             f"{store} was prefilled in a {earlier.manifest.template} prompt, and this tokenizer makes a "
@@ -111,13 +115,15 @@ def append_texts(
         )
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
-        fresh = [text for text in texts if not _is_known(earlier, loaded, text)]
-        tokens, documents = encode_further(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
+        fresh = [text for text in texts if not _is_known(earlier, loaded.tokenizer, prompt, text)]
+        tokens, documents, failed = encode_further(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
     give_back()
+    check_some(failed, texts)
     known = tuple(text.name for text in texts if text not in fresh)
     with memory_errors():
         report = append_tokens(loaded, tokens, documents, store, progress=progress)
-    return replace(report, known=known, skipped=skipped, peak_memory=max(peak.bytes, report.peak_memory))
+    memory = max(peak.bytes, report.peak_memory)
+    return replace(report, known=known, skipped=skipped, failed=tuple(failed), peak_memory=memory)
 
 
 def append_tokens(
@@ -239,31 +245,31 @@ def _check_model(store: KVStore, loaded: LoadedModel) -> None:
         )
 
 
-def _is_known(store: KVStore, loaded: LoadedModel, text: TextDocument) -> bool:
+def _is_known(store: KVStore, tokenizer: Any, prompt: Prompt, text: TextDocument) -> bool:
     """Whether a document of that name and text is in the store. Raises `CorpusError` for another text."""
     named = [document for document in store.documents if document.name == text.name]
     if not named:
         return False
     stored = [store.tokens[document.start : document.end] for document in named]
-    forms = _forms(loaded, text, first=named[0] == store.documents[0])
-    if any(np.array_equal(form, tokens) for form in forms for tokens in stored):
-        return True
+    forms = _forms(tokenizer, prompt, text, first=named[0] == store.documents[0])
+    try:
+        if any(np.array_equal(form, tokens) for form in forms for tokens in stored):
+            return True
+    except TextRefused:
+        return False  # it fails once more where it is to be added
     raise CorpusError(
         f"{text.name} is in {store.path} already, with another text, and a store only grows: leave it out "
         "(--exclude) or give it another name, or prefill all of it again"
     )
 
 
-def _forms(loaded: LoadedModel, text: TextDocument, first: bool) -> Iterator[Tokens]:
+def _forms(tokenizer: Any, prompt: Prompt, text: TextDocument, first: bool) -> Iterator[list[int]]:
     """The possible tokens of a document in a store. The `first` one opens the prompt, and is headed by its
     name if others came with it.
     """
     if first:
-        yield encode_corpus(loaded.tokenizer, loaded.prompt, [text])[0]
-        both, (span, _) = encode_corpus(loaded.tokenizer, loaded.prompt, [text, TextDocument("", "")])
-        yield both[: span.end]
-    else:
-        yield encode_further(loaded.tokenizer, loaded.prompt, [text], 0)[0]
+        yield prompt.document(tokenizer, text.text, first)
+    yield prompt.document(tokenizer, headed(text), first)
 
 
 class GrowingStore:

@@ -174,7 +174,7 @@ class _Collecting:
             self.progress("collect", number, total, about)
 
         try:
-            work = prepare(loaded, [document], self.maker.settings, ())
+            work = prepare(loaded, [document], self.maker.settings, place)
         except ConfigError as error:  # of this document, such as one longer than the model's positions
             raise CorpusError(str(error)) from error
         report = settled(work, place) or make(loaded, work, place, shown)

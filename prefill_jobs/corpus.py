@@ -1,14 +1,14 @@
 """A corpus: a file, a folder or standard input to documents, and documents to tokens."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offload_decode.common.errors import CorpusError
+from offload_decode.common.errors import CorpusError, TextRefused
 from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.documents.files import read_bounded, read_plain
 from offload_decode.prefill_jobs.documents.reading import read_document
@@ -24,7 +24,7 @@ from offload_decode.prefill_jobs.folders import (
 )
 from offload_decode.types import Document
 
-Encoded = tuple[NDArray[np.int32], list[Document]]
+_SHOWN = 5  # documents in an error
 
 
 class TextDocument(NamedTuple):
@@ -33,6 +33,14 @@ class TextDocument(NamedTuple):
     name: str
     text: str
     notes: tuple[str, ...] = ()
+
+
+class Encoded(NamedTuple):
+    """Token ids `[N]`, the span of each document in them, and the documents that the tokenizer fails on."""
+
+    tokens: NDArray[np.int32]
+    documents: list[Document]
+    failed: list[Skipped]
 
 
 def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocument], list[Skipped]]:
@@ -66,32 +74,51 @@ def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocume
 
 
 def encode_corpus(tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument]) -> Encoded:
-    """Token ids int32 `[N]` of the prompt before any question, and the span of each document in them.
+    """The tokens of the prompt before any question.
 
     The spans tile the tokens: the opening of the prompt belongs to the first. Several documents are each
-    headed by their name. Special tokens that a text spells out (`</s>`) are encoded as letters.
+    headed by their name. Special tokens that a text spells out (`</s>`) are encoded as letters. Raises
+    `CorpusError` where the tokenizer fails on all documents.
     """
-    texts = map(headed, documents) if len(documents) > 1 else [one.text for one in documents]
-    return _with_spans(documents, prompt.corpus(tokenizer, texts), 0)
+    texts = [*map(headed, documents)] if len(documents) > 1 else [one.text for one in documents]
+    encoded = _encoded(tokenizer, prompt, documents, texts, None)
+    check_some(encoded.failed, documents)
+    return encoded
 
 
 def encode_further(tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], begin: int) -> Encoded:
     """As `encode_corpus`, for documents behind `begin` tokens of others; each is headed by its name."""
-    return _with_spans(documents, prompt.further(tokenizer, map(headed, documents)), begin)
+    return _encoded(tokenizer, prompt, documents, [*map(headed, documents)], begin)
+
+
+def check_some(failed: Sequence[Skipped], documents: Sequence[TextDocument]) -> None:
+    """Raise `CorpusError` where all documents are among those that failed."""
+    if failed and len(failed) == len(documents):
+        named = [f"{one.name}: {one.reason}" for one in failed[:_SHOWN]]
+        raise CorpusError("; ".join(named) if len(named) > 1 else failed[0].reason)
 
 
 def headed(document: TextDocument) -> str:
     return f"Document: {document.name}\n{document.text}"
 
 
-def _with_spans(documents: Sequence[TextDocument], encoded: Iterable[list[int]], begin: int) -> Encoded:
+def _encoded(
+    tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], texts: Sequence[str], begin: int | None
+) -> Encoded:
+    """`begin`: the tokens before the documents; None where the first one opens the prompt."""
     tokens: list[int] = []
-    spans = []
-    for document, ids in zip(documents, encoded, strict=True):
-        start = begin + len(tokens)
+    spans: list[Document] = []
+    failed: list[Skipped] = []
+    for document, text in zip(documents, texts, strict=True):
+        try:
+            ids = prompt.document(tokenizer, text, first=begin is None and not spans)
+        except TextRefused as error:
+            failed.append(Skipped(document.name, str(error)))
+            continue
+        start = (begin or 0) + len(tokens)
         spans.append(Document(document.name, start, start + len(ids)))
         tokens += ids
-    return np.array(tokens, np.int32), spans
+    return Encoded(np.array(tokens, np.int32), spans, failed)
 
 
 def _read_alone(name: str, shown: str, read: Callable[[], bytes]) -> TextDocument:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload_decode.common.errors import ConfigError, StoreExists, StoreForeign, StoreMismatch
 from offload_decode.indexes.verified import cache_folder
@@ -15,9 +15,9 @@ from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.store.files import SEAL, Progress
 from offload_decode.store.format import Manifest, fingerprint_version
-from offload_decode.store.layout import ROOT, header_of
+from offload_decode.store.layout import ROOT, header_of, read_header
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import LOCK, locked
+from offload_decode.store.staging import LOCK, STORE, locked, partial_path
 from offload_decode.store.writer import refuse_existing
 from offload_decode.types import Document
 
@@ -59,6 +59,10 @@ class Place:
         store = KVStore.open(self.path)
         return Found(store.manifest, sum(store.cost().values()), list(store.documents))
 
+    def header(self) -> dict[str, Any] | None:
+        """The manifest of the store that is there, or was begun, as JSON that nobody has looked at."""
+        return read_header(self.path) or read_header(partial_path(self.path) / STORE)
+
     @contextmanager
     def opened(self) -> Iterator[Path]:
         """The path to write the store to."""
@@ -87,8 +91,10 @@ def default_staging() -> Path:
 
 def same_store(found: Found, manifest: Manifest, documents: Sequence[Document], name: str) -> None:
     """`StoreMismatch` where the store at `name` is not the one that was asked for."""
-    # A release with the same format, and the measured cost of an encoding, make no other store.
-    ours, theirs = (vars(m) | {"software": None, "kv_error": None} for m in (manifest, found.manifest))
+    # A release with the same format, and the measured cost of an encoding, make no other store; what opened
+    # the prompt is in the tokens.
+    other: dict[str, Any] = dict.fromkeys(("software", "kv_error", "opening"))
+    ours, theirs = (vars(m) | other for m in (manifest, found.manifest))
     others = [field for field in ours if ours[field] != theirs[field]]
     if found.documents is not None and not others and list(documents) != found.documents:
         others = ["list of documents"]
@@ -137,12 +143,14 @@ class InBucket(Place):
         bucket = Bucket(self.name)
         if bucket.seal is None:
             return None
-        header = header_of(bucket.read(f"{bucket.name}/{ROOT}") or b"")
-        if header is None:
+        if (header := self._sent(bucket)) is None:
             raise StoreForeign(
                 f"{self.name} holds no store that this release can read: choose another URL, or remove it."
             )
         return Found(Manifest.from_json(header), sum(bucket.objects(bucket.name).values()), None)
+
+    def header(self) -> dict[str, Any] | None:
+        return self._sent(Bucket(self.name)) or super().header()
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
@@ -153,6 +161,9 @@ class InBucket(Place):
         moved = push(self.path, self.name, progress=progress)
         self._remove()
         return moved
+
+    def _sent(self, bucket: Bucket) -> dict[str, Any] | None:
+        return header_of(bucket.read(f"{bucket.name}/{ROOT}") or b"")
 
     def _remove(self) -> None:
         """Remove the folder; rename the store first, so that the rest of a kill is not taken for one."""

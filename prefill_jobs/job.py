@@ -17,6 +17,7 @@ from offload_decode.hf.compat import device_room
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.hf.rope_scaling import parse_rope
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.prompt import Prompt
 from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
@@ -98,6 +99,7 @@ class Maker:
 class PrefillReport:
     """What a prefill did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
+    `failed`: documents that are left out because the tokenizer fails on them.
     `kept`: the store was there already. `pushed`: what was sent to a bucket, in time beyond `seconds`, as is
     `loading`, the time that the model took to load.
     """
@@ -111,6 +113,7 @@ class PrefillReport:
     tokens_per_second: float
     bytes: int
     peak_memory: int
+    failed: tuple[Skipped, ...] = ()
     kept: bool = False
     pushed: Transfer | None = None
     loading: float = 0.0
@@ -127,6 +130,7 @@ class Work:
     manifest: Manifest
     method: Method
     skipped: tuple[Skipped, ...]
+    failed: tuple[Skipped, ...] = ()
     peak_memory: int = 0
     chosen: bool = False
 
@@ -168,7 +172,7 @@ def prefill(
     texts, skipped = read_corpus(corpus, rules)
     loaded = load(model, device, dtype, weights, settings.rope)
     progress("tokenize", 0, len(texts))
-    work = prepare(loaded, texts, settings, tuple(skipped))
+    work = prepare(loaded, texts, settings, place, tuple(skipped))
     return settled(work, place) or make(loaded, work, place, progress)
 
 
@@ -182,7 +186,7 @@ def prefill_texts(
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """`prefill` with documents and a model that are loaded already."""
-    return _write(loaded, prepare(loaded, texts, settings, skipped), out, progress)
+    return _write(loaded, prepare(loaded, texts, settings, Place(out), skipped), out, progress)
 
 
 def prefill_tokens(
@@ -199,16 +203,23 @@ def prefill_tokens(
 
 
 def prepare(
-    loaded: LoadedModel, texts: Sequence[TextDocument], settings: Settings, skipped: tuple[Skipped, ...]
+    loaded: LoadedModel,
+    texts: Sequence[TextDocument],
+    settings: Settings,
+    place: Place,
+    skipped: tuple[Skipped, ...] = (),
 ) -> Work:
-    """Tokenize documents. Raises `ConfigError` for settings that the model cannot be prefilled with."""
-    prompt = loaded.prompt
+    """Tokenize documents, in the prompt of a store that is at `place` or was begun there: its template may
+    have named another day. Raises `ConfigError` for settings that the model cannot be prefilled with, and
+    `CorpusError` where the tokenizer fails on all documents.
+    """
+    prompt = loaded.prompt.opened((place.header() or {}).get("opening"))
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
-        tokens, documents = encode_corpus(loaded.tokenizer, prompt, texts)
+        tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, texts)
     give_back()
-    work = _planned(loaded, tokens, documents, settings, prompt.template, skipped)
-    return replace(work, peak_memory=peak.bytes)
+    work = _planned(loaded, tokens, documents, settings, prompt, skipped)
+    return replace(work, failed=tuple(failed), peak_memory=peak.bytes)
 
 
 def admit_text(characters: int) -> None:
@@ -264,7 +275,7 @@ def _planned(
     tokens: Tokens,
     documents: list[Document],
     settings: Settings,
-    template: str = "plain",
+    prompt: Prompt | None = None,
     skipped: tuple[Skipped, ...] = (),
 ) -> Work:
     chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
@@ -281,7 +292,7 @@ def _planned(
         prefill={"method": method.name, **asdict(method.options)}
         | ({} if loaded.weights == "auto" else {"weights": loaded.weights})
         | ({"rope": loaded.scaled} if loaded.scaled else {}),
-        template=template,
+        **({} if prompt is None else {"template": prompt.template, "opening": prompt.before}),
     )
     return Work(tokens, documents, manifest, method, skipped, chosen=settings.chunk is None)
 
@@ -316,6 +327,7 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
         tokens_per_second=(total - resumed_from) / seconds,
         bytes=size,
         peak_memory=memory,
+        failed=work.failed,
         loading=loaded.loading,
     )
 
@@ -325,5 +337,5 @@ def _kept(found: Found, work: Work, store: Path | str) -> PrefillReport:
     work = work.in_chunks_of(found.manifest.prefill)
     same_store(found, work.manifest, work.documents, str(store))
     total = found.manifest.n_tokens
-    documents, memory = len(work.documents), own_memory()
-    return PrefillReport(store, total, documents, work.skipped, total, 0.0, 0.0, found.bytes, memory)
+    sizes = total, 0.0, 0.0, found.bytes, own_memory()
+    return PrefillReport(store, total, len(work.documents), work.skipped, *sizes, work.failed)

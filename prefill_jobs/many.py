@@ -120,7 +120,7 @@ def prefill_many(
         progress("tokenize", number, len(texts), read.job.corpus)
         place = destination_of(read.job.store, staging)
         try:
-            work = prepare(loaded, read.documents, settings, read.skipped)
+            work = prepare(loaded, read.documents, settings, place, read.skipped)
             if found := settled(work, place):
                 results[read.job] = found
             else:

@@ -73,6 +73,10 @@ class ModelError(OffloadDecodeError):
     """A model or tokenizer that cannot be loaded or used."""
 
 
+class TextRefused(ModelError):
+    """A text that the tokenizer fails on."""
+
+
 class UnsupportedModel(ModelError):
     """An architecture that cannot be served exactly."""
 

@@ -1,4 +1,5 @@
-"""Files: durable and atomic writes, locks, opening regular files only, strict JSON.
+"""Files: durable and atomic writes, locks, opening regular files only, strict JSON, text
+that UTF-8 holds.
 
 A power cut loses whatever was not flushed, in any order: a file may have its name and none of its bytes. So a
 file is written beside its place, flushed, renamed, and the folder that holds the name is flushed.
@@ -175,6 +176,13 @@ def parse(text: str | bytes) -> Any:
             if not level:
                 return value
     raise ValueError("its brackets are nested too deeply")
+
+
+def without_surrogates(text: str) -> str:
+    """Text that UTF-8 can hold: JSON and PDF may spell half a surrogate pair, which no tokenizer takes and
+    which becomes U+FFFD. Two halves that meet are their character.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _inner(value: Any) -> Iterable[Any]:

@@ -196,7 +196,7 @@ class Conversation:
         """
         if not isinstance(self.store, KVStore):
             return cite(watch, self.store, self.tokenizer)
-        opening = template_length(self.store, next(self.prompt.corpus(self.tokenizer, [""])))
+        opening = template_length(self.store, self.prompt.document(self.tokenizer, "", first=True))
         return cite(watch, self.store, self.tokenizer, opening=opening, plain=self._plain_shares())
 
     def _plain_shares(self) -> dict[int, float]:
@@ -247,7 +247,7 @@ class Conversation:
 
     @property
     def prompt(self) -> Prompt:
-        return self.loaded.prompt
+        return self.loaded.prompt.opened(self.store.manifest.opening)
 
     def answer_end(self) -> AnswerEnd:
         """What ends an answer beside `end_tokens`; of ids without a tokenizer, nothing."""

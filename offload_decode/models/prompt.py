@@ -6,16 +6,16 @@ token whatever follows. Tokenizers treat the start of a text in their own way (S
 before it), so a piece is encoded behind an anchor, a letter whose tokens are then removed.
 """
 
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from offload_decode.common.errors import ModelError
+from offload_decode.common.errors import ModelError, TextRefused
+from offload_decode.common.files import without_surrogates
 from offload_decode.common.memory import is_out_of_memory
 from offload_decode.hf.user_cache import cached
 
@@ -76,17 +76,19 @@ class Piece(NamedTuple):
 
 
 def encode(tokenizer: Any, text: str, letters: bool = False) -> list[int]:
-    """Token ids of a text; special tokens in it are recognised, or plain `letters`, and none are added."""
+    """Token ids of a text; special tokens in it are recognised, or plain `letters`, and none are added. Half
+    a surrogate pair is U+FFFD. Raises `TextRefused`.
+    """
     # A tokenizer's defaults may differ, so they are passed each time.
     options = {"add_special_tokens": False, "split_special_tokens": letters, "verbose": False}
     try:
-        return list(tokenizer.encode(text, **options))
+        return list(tokenizer.encode(without_surrogates(text), **options))
     except BaseException as error:
         if not is_failure(error):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"the tokenizer fails on the text ({reason}): fetch the checkpoint again, or take another"
+        raise TextRefused(
+            f"the tokenizer fails on the text ({reason}): change the text, or fetch the checkpoint again"
         ) from error
 
 
@@ -221,22 +223,17 @@ class Prompt:
     again: str
     trims: bool
 
-    def corpus(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
-        """Token ids of all that comes before any question, document by document."""
-        stored, _ = self.gap
-        rest = iter(documents)
-        for text in itertools.islice(rest, 1):
-            document = Piece(text.strip() if self.trims else text.rstrip(), users=True)
-            first = encode_first(tokenizer, [Piece(self.before), document, Piece(stored)])
-            yield [*self.opening, *first]
-        yield from self.further(tokenizer, rest)
+    def opened(self, before: object) -> Self:
+        """The prompt of a store whose manifest has this `opening`, which may name another day."""
+        return replace(self, before=before) if isinstance(before, str) else self
 
-    def further(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
-        """Token ids of documents that follow others."""
+    def document(self, tokenizer: Any, text: str, first: bool) -> list[int]:
+        """Token ids of a document: the `first` opens the prompt. Raises `TextRefused`."""
         stored, kept = self.gap
-        for text in documents:
-            document = Piece(text.rstrip(), users=True)
-            yield encode_after(tokenizer, stored, [Piece(kept), document, Piece(stored)])
+        if first:
+            document = Piece(text.strip() if self.trims else text.rstrip(), users=True)
+            return [*self.opening, *encode_first(tokenizer, [Piece(self.before), document, Piece(stored)])]
+        return encode_after(tokenizer, stored, [Piece(kept), Piece(text.rstrip(), users=True), Piece(stored)])
 
     def first(self, tokenizer: Any, question: str, begun: str = "") -> list[int]:
         """Token ids of what follows the corpus; `begun` is how the answer begins."""

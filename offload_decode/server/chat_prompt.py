@@ -43,7 +43,6 @@ Known = Sequence[tuple[int, ...] | None]
 Part = Piece | tuple[int, ...]
 """Of a prompt: a text, or an answer in the tokens that it was generated as."""
 
-_SURROGATES = re.compile("[\ud800-\udfff]")
 _CORPUS = "\x02Corpus\x03"
 _USER = Message("user", "")
 # Breaks up special tokens that a message spells out; Unicode reserves it for use within a program.
@@ -106,7 +105,7 @@ def completion_tokens(loaded: LoadedModel, stored: bool, prompt: str | Sequence[
             raise WrongField(f"ids of tokens are whole numbers from 0 to {len(vocabulary) - 1}", "prompt")
         tokens = list(prompt)
     elif stored:
-        tokens = _encoded(loaded, True, [Piece(prompt)], "prompt")
+        tokens = _encoded(loaded, True, [Piece(prompt)])
     else:
         tokens = text_tokens(loaded, prompt)
     if not tokens:
@@ -116,7 +115,6 @@ def completion_tokens(loaded: LoadedModel, stored: bool, prompt: str | Sequence[
 
 def text_tokens(loaded: LoadedModel, text: str, special: bool = True) -> list[int]:
     """Token ids of a text; `special`: with the tokens that this tokenizer puts ahead of one."""
-    check_characters([text], "prompt")
     tokenizer = loaded.known_tokenizer
     return [*(opening_of(tokenizer) if special else ()), *encode(tokenizer, text)]
 
@@ -140,13 +138,7 @@ def keep_answer(
         answer_tokens.keep(scope, read, tokens)
 
 
-def check_characters(texts: Iterable[str], param: str) -> None:
-    """Raise `WrongField` for lone surrogates, which JSON may spell and no tokenizer takes."""
-    if any(_SURROGATES.search(text) for text in texts):
-        raise WrongField("the text holds half of a character (a lone surrogate): send it as UTF-8", param)
-
-
-def _encoded(loaded: LoadedModel, stored: bool, parts: Iterable[Part], param: str = "messages") -> list[int]:
+def _encoded(loaded: LoadedModel, stored: bool, parts: Iterable[Part]) -> list[int]:
     """Token ids of parts; the pieces between known tokens are encoded as one text."""
     tokens: list[int] = []
     for number, (kind, group) in enumerate(groupby(parts, type)):
@@ -154,7 +146,6 @@ def _encoded(loaded: LoadedModel, stored: bool, parts: Iterable[Part], param: st
             tokens += chain.from_iterable(cast("Iterator[tuple[int, ...]]", group))
             continue
         pieces = [part for part in group if isinstance(part, Piece)]
-        check_characters([piece.text for piece in pieces], param)
         if number or stored:
             tokens += encode_after(loaded.known_tokenizer, "" if number else loaded.prompt.gap[0], pieces)
         else:

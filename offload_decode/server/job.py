@@ -10,6 +10,8 @@ stage of an append is `exchange`, before which it waits for a line on stdin: onl
 take the place of the one that is being asked.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import os
@@ -21,7 +23,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 from uuid import uuid4
 
 from offload_decode.common import files
@@ -31,6 +33,10 @@ from offload_decode.common.files import NotPlain, lock, open_plain
 from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory, own_memory
 from offload_decode.kv.indexes import heads_of
 from offload_decode.store.reader import KVStore
+
+if TYPE_CHECKING:
+    from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.folders import Skipped
 
 LOG = logging.getLogger("offload_decode.server")
 
@@ -220,19 +226,17 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     job = read(folder)
     work, store = job.work, Path(job.work.path)
     progress("read", 0, len(job.documents))
-    documents = _texts(folder, job)
+    texts, unread = _texts(folder, job)
     progress("load", 0, 1)
 
     from offload_decode.models.loading import load
     from offload_decode.models.size_estimate import outline
     from offload_decode.planning.caps import Caps, check_prefill
     from offload_decode.prefill_jobs.append import append_texts, method_of, opened
-    from offload_decode.prefill_jobs.corpus import TextDocument
     from offload_decode.prefill_jobs.destinations import destination_of
     from offload_decode.prefill_jobs.indexing import build_indexes
     from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
 
-    texts = [TextDocument(*each) for each in documents]
     if work.kind == "append":
         earlier = opened(store)
         manifest = earlier.manifest
@@ -245,30 +249,41 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     loaded = load(work.model, device, dtype, weights, scaled)
     progress("tokenize", 0, len(texts))
     if work.kind == "append":
-        report = asdict(append_texts(loaded, texts, store, progress=progress))
-        names = ("n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds")
-        return {name: report[name] for name in names}
+        names = ["n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds"]
+        return _result(append_texts(loaded, texts, store, progress=progress), names, unread)
     place = destination_of(store)
-    prepared = prepare(loaded, texts, settings, ())
-    made = asdict(settled(prepared, place) or make(loaded, prepared, place, progress))
-    result = {name: made[name] for name in ("n_tokens", "documents", "bytes", "seconds")}
+    prepared = prepare(loaded, texts, settings, place)
+    made = settled(prepared, place) or make(loaded, prepared, place, progress)
+    result = _result(made, ["n_tokens", "documents", "bytes", "seconds"], unread)
     if work.index and heads_of(KVStore.open(store)):
         return result | {"recall": build_indexes(store, "clusters", progress=progress).recall}
     return result | {"recall": None}
 
 
-def _texts(folder: Path, job: Job) -> list[tuple[str, str]]:
+def _result(report: Any, names: Sequence[str], unread: Sequence[Skipped]) -> dict[str, Any]:
+    """These fields of a report, and all documents that are left out."""
+    failed = [one._asdict() for one in (*unread, *report.failed)]
+    return {name: getattr(report, name) for name in names} | {"failed": failed}
+
+
+def _texts(folder: Path, job: Job) -> tuple[list[TextDocument], list[Skipped]]:
+    """The documents, and those that cannot be read. Raises `CorpusError` where none can."""
+    from offload_decode.prefill_jobs.corpus import TextDocument
     from offload_decode.prefill_jobs.documents.files import read_plain
     from offload_decode.prefill_jobs.documents.reading import read_document
+    from offload_decode.prefill_jobs.folders import Skipped
 
-    texts = []
+    texts, unread = [], []
     for number, (name, is_text) in enumerate(job.documents):
         try:
             data = read_plain(str(folder / str(number)))
-            texts.append((name, read_document("" if is_text else name, data).text))
+            texts.append(TextDocument(name, *read_document("" if is_text else name, data)))
         except CorpusError as error:
-            raise CorpusError(f"{name} cannot be read, because {error}: leave it out") from error
-    return texts
+            unread.append(Skipped(name, f"it cannot be read, because {error}"))
+    if not texts:
+        name, reason = unread[0]
+        raise CorpusError(f"{name} {reason.removeprefix('it ')}: leave it out")
+    return texts, unread
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def _head(loaded: LoadedModel, store: KVStore) -> str:
         tokenizer_hash=loaded.tokenizer_hash,
         dtype=loaded.dtype,
     )
-    text = _first(loaded, store, min(store.documents[0].end, len(_ahead(loaded)) + _HEAD_TOKENS))
+    text = _first(loaded, store, min(store.documents[0].end, len(_ahead(loaded, store)) + _HEAD_TOKENS))
     # A character may be cut in two where the tokens end.
     return text[:_HEAD].rstrip("\ufffd").strip()
 
@@ -143,10 +143,10 @@ def _first(loaded: LoadedModel, store: KVStore, end: int) -> str:
     """The first document's text as far as the `end`th token; empty where it cannot be told from what the
     template puts before it.
 
-    That may name the day on which the store was made, so that it is known by its end, from the last special
-    token on; decoders put spaces around these as they like.
+    In stores of earlier releases that may name another day, so that it is known by its end, from the last
+    special token on; decoders put spaces around these as they like.
     """
-    ahead, special = _decoded(loaded, _ahead(loaded)), special_tokens(loaded.known_tokenizer)
+    ahead, special = _decoded(loaded, _ahead(loaded, store)), special_tokens(loaded.known_tokenizer)
     last = max((found.start() for found in special.finditer(ahead)), default=0) if special else 0
     letters = map(re.escape, "".join(ahead[last:].split()))
     pattern = re.compile(("" if last else r"\A") + r"\s*".join(["", *letters, ""]))
@@ -156,9 +156,10 @@ def _first(loaded: LoadedModel, store: KVStore, end: int) -> str:
     return text[found[-1].end() :].strip() if len(found) == times else ""
 
 
-def _ahead(loaded: LoadedModel) -> list[int]:
+def _ahead(loaded: LoadedModel, store: KVStore) -> list[int]:
     """Tokens before the first document."""
-    return [*loaded.prompt.opening, *encode(loaded.known_tokenizer, loaded.prompt.before)]
+    prompt = loaded.prompt.opened(store.manifest.opening)
+    return [*prompt.opening, *encode(loaded.known_tokenizer, prompt.before)]
 
 
 def _decoded(loaded: LoadedModel, tokens: list[int]) -> str:

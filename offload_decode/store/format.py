@@ -18,7 +18,7 @@ from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import KEY_DTYPES
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
-TEXT = 4096
+TEXT, OPENING = 4096, 1 << 16
 MOST_TOKENS = 2**31 - 1
 """Tokens of a store: indexes number them with int32."""
 MOST_SAMPLES = 1 << 20
@@ -219,7 +219,8 @@ class Manifest:
     it was scaled (`yarn:4`).
     `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
     `FINGERPRINT_VERSION`.
-    `template` is "chat" where the tokens open a chat template, else "plain".
+    `template` is "chat" where the tokens open a chat template, else "plain". `opening` is what the template
+    wrote before the corpus, which may name the day; None in stores of earlier releases, and of given tokens.
     `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `common.rows.encodings`.
     `kv_error` is what encoding cost, measured as they were written and empty until then: for `keys` and
     `values` a list with an entry a layer, of the error's root mean square relative to that of the numbers,
@@ -239,6 +240,7 @@ class Manifest:
     token_hash: str
     prefill: dict[str, Any]
     template: str = "plain"
+    opening: str | None = None
     kv: dict[str, str] = field(default_factory=dict)
     kv_error: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     page_size: int = 16
@@ -309,6 +311,7 @@ class Manifest:
         check_version(data)
         if data["format_version"] == 2:
             data = {"seam": None, **data}
+        data = {"opening": None, **data}
         try:
             shape = _checked(data, [own.name for own in fields(cls)])
         except ValueError as error:
@@ -338,6 +341,10 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
     wanted |= {"dtype": tuple(DTYPES), "template": ("chat", "plain"), "rope": dict, "prefill": dict}
     for name, own in wanted.items():
         check(name, data[name], own)
+    if not (
+        data["opening"] is None or (isinstance(data["opening"], str) and len(data["opening"]) <= OPENING)
+    ):
+        raise ValueError(f"opening is not a text of at most {OPENING:,} letters")
     if data["format_version"] != 2 or data["seam"] is not None:
         check("seam", data["seam"], range(data["n_tokens"] + 1))
     check("prefill.method", data["prefill"].get("method"), str)

@@ -3,6 +3,7 @@
 from pathlib import PurePath
 
 from offload_decode.common.errors import CorpusError
+from offload_decode.common.files import without_surrogates
 from offload_decode.prefill_jobs.documents import encodings, html, pdf, word
 from offload_decode.prefill_jobs.documents.base import Reading
 
@@ -24,7 +25,7 @@ def read_document(name: str, data: bytes) -> Reading:
         read = encodings.decode(name, data)
         if suffix in _HTML_SUFFIXES:
             read = Reading(html.visible_text(read.text), read.notes)
-    text = read.text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+    text = without_surrogates(read.text).replace("\r\n", "\n").replace("\r", "\n").strip("\n")
     if not text.strip():
         raise CorpusError("it holds no text")
     return read._replace(text=text)

@@ -42,7 +42,7 @@ class Prefiller(Worker):
 
     def run(self, task: Texts) -> PrefillReport:
         loaded, place = self.maker.loaded, destination_of(task.store, self.staging)
-        work = prepare(loaded, task.documents, self.maker.settings, task.skipped)
+        work = prepare(loaded, task.documents, self.maker.settings, place, task.skipped)
         return settled(work, place) or make(loaded, work, place, self._note)
 
     def _note(self, stage: str, done: int, total: int) -> None:

@@ -194,7 +194,7 @@ def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home, tmp_path)
     done(*given, "--context", "1K")
     tokens = json_of("inspect", tmp_path / "store")["manifest"]["n_tokens"]
     assert f"rotated as in a text of {tokens + 1024:,} tokens" in run("inspect", tmp_path / "store").out
-    assert f"{tokens + 4096:,} tokens" in run("plan", "--model", tmp_path / "model", "--tokens", tokens).out
+    assert f"{tokens + 512:,} tokens" in run("plan", "--model", tmp_path / "model", "--tokens", tokens).out
     assert "kept" in run(*given, "--context", "1024").err
     assert "of another --context" in refused(1, *given)
     long = refused(2, "ask", tmp_path / "store", "x" * 1024, "--max-new-tokens", "1")

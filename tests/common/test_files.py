@@ -17,6 +17,11 @@ def flushed(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return found
 
 
+def test_halves_of_surrogate_pairs_are_replaced_and_pairs_are_joined() -> None:
+    mended = durable.without_surrogates("a\ud800b\udc00\ud83d\ude42é")
+    assert mended == "a\ufffdb\ufffd\N{SLIGHTLY SMILING FACE}é"
+
+
 @pytest.mark.parametrize("threads", [True, False])
 def test_every_file_is_flushed_with_or_without_threads(
     threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

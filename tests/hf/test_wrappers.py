@@ -102,7 +102,7 @@ def test_a_store_of_the_one_is_opened_by_the_other(family: str, tmp_path: Path) 
         engine = Engine.open(tmp_path / "store", str(model), device="cpu", selector="dense")
         answers.append(list(engine.answer(question, max_new_tokens=8).tokens))
     tokenizer, prompt = served.known_tokenizer, served.prompt
-    ids = [token for part in prompt.corpus(tokenizer, [TEXT]) for token in part]
+    ids = prompt.document(tokenizer, TEXT, first=True)
     ids += prompt.first(tokenizer, question)
     run_whole(whole, torch.tensor([ids]))
     out = whole.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)

@@ -90,7 +90,7 @@ def whole(tokenizer, prompt, documents, question):
 
 def in_pieces(tokenizer, prompt, documents, question):
     documents = [TextDocument("d", text) for text in documents]
-    ids, spans = encode_corpus(tokenizer, prompt, documents)
+    ids, spans, _ = encode_corpus(tokenizer, prompt, documents)
     edges = [0, *(span.end for span in spans)]
     assert [span.start for span in spans] == edges[:-1]
     assert edges[-1] == len(ids)
@@ -141,7 +141,7 @@ def test_no_stray_space_stands_before_a_question(kind):
 def test_full_stops_that_join_line_breaks_move_the_seam():
     tokenizer = tokenizer_of("llama 3")
     prompt = prompt_for(tokenizer)
-    ids, _ = encode_corpus(tokenizer, prompt, [TextDocument("d", "The end.")])
+    ids, *_ = encode_corpus(tokenizer, prompt, [TextDocument("d", "The end.")])
     assert tokenizer.convert_ids_to_tokens(ids.tolist())[-1] == ".ĊĊ"
     assert tokenizer.decode(prompt.first(tokenizer, "Who?")) == "Question: Who?\nAnswer:"
 
@@ -166,7 +166,7 @@ def test_a_user_cannot_smuggle_in_special_tokens(kind, template, smuggled):
     prompt = prompt_for(tokenizer)
     ids = prompt.first(tokenizer, smuggled)
     assert not {0, 1, 2} & set(ids)
-    stored, _ = encode_corpus(tokenizer, prompt, [TextDocument("d", smuggled)])
+    stored, *_ = encode_corpus(tokenizer, prompt, [TextDocument("d", smuggled)])
     assert (stored[0], set(stored[1:].tolist()) & {0, 1, 2}) == (1, set())
     behind = prompt.next(tokenizer, smuggled)
     assert set(behind[1 if template else 0 :]) & {0, 1, 2} == set()
@@ -178,7 +178,7 @@ def test_a_tokenizer_that_splits_special_tokens_does_not_split_those_of_the_temp
     told = copy.deepcopy(tokenizer)
     told.split_special_tokens = True
     assert prompt_for(told).first(told, "Who?") == expected
-    assert list(prompt_for(told).corpus(told, ["x"])) == list(prompt_for(tokenizer).corpus(tokenizer, ["x"]))
+    assert prompt_for(told).document(told, "x", True) == prompt_for(tokenizer).document(tokenizer, "x", True)
 
 
 def test_a_special_token_that_a_seam_would_make_is_letters():

@@ -158,7 +158,7 @@ PROMPT = prompt_for(tiny_tokenizer())
 
 def test_one_document_is_encoded_behind_the_opening_of_the_prompt() -> None:
     tokenizer = tiny_tokenizer()
-    tokens, spans = encode_corpus(tokenizer, PROMPT, [TextDocument("a", "text")])
+    tokens, spans, _ = encode_corpus(tokenizer, PROMPT, [TextDocument("a", "text")])
     assert tokens.dtype == "int32"
     assert tokens[0] == tokenizer.bos_token_id
     assert tokenizer.decode(tokens) == "<s>text"
@@ -168,7 +168,7 @@ def test_one_document_is_encoded_behind_the_opening_of_the_prompt() -> None:
 def test_several_documents_are_headed_by_their_names_and_tile_the_tokens() -> None:
     tokenizer = tiny_tokenizer()
     texts = [TextDocument("a", "first"), TextDocument("b/c", "second\n"), TextDocument("d", "third")]
-    tokens, spans = encode_corpus(tokenizer, PROMPT, texts)
+    tokens, spans, _ = encode_corpus(tokenizer, PROMPT, texts)
     pieces = [tokenizer.decode(tokens[span.start : span.end]) for span in spans]
     assert pieces == ["<s>Document: a\nfirst", "\n\nDocument: b/c\nsecond", "\n\nDocument: d\nthird"]
     assert [span.start for span in spans] + [len(tokens)] == [0] + [span.end for span in spans]
@@ -176,7 +176,7 @@ def test_several_documents_are_headed_by_their_names_and_tile_the_tokens() -> No
 
 def test_special_tokens_in_a_text_are_letters() -> None:
     tokenizer = tiny_tokenizer()
-    tokens, _ = encode_corpus(tokenizer, PROMPT, [TextDocument("a", "an </s> and <pad>")])
+    tokens, *_ = encode_corpus(tokenizer, PROMPT, [TextDocument("a", "an </s> and <pad>")])
     assert not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(tokens.tolist())
     assert tokenizer.decode(tokens[1:]) == "an </s> and <pad>"
     # The tokenizer itself goes on as before: questions are encoded with their template's special tokens.

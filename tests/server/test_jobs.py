@@ -14,13 +14,23 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreError, StoreExists
+from offload_decode.common.errors import (
+    ConfigError,
+    CorpusError,
+    StoreBusy,
+    StoreError,
+    StoreExists,
+    TextRefused,
+)
+from offload_decode.models import prompt
 from offload_decode.models.loading import load
+from offload_decode.models.prompt import encode
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
@@ -211,9 +221,27 @@ def test_files_are_read_by_what_they_are(shelf, tiny):
         )
 
 
+def test_a_document_that_fails_is_named_and_the_others_go_on(shelf, tiny, monkeypatch):
+    def encoded(tokenizer, written, letters=False):
+        if "bad" in written:
+            raise TextRefused("the tokenizer fails on the text")
+        return encode(tokenizer, written, letters)
+
+    monkeypatch.setattr(prompt, "encode", encoded)
+    work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), index=False)
+    picture = Upload("a.gif", io.BytesIO(b"GIF89a\0\0"))
+    made, _ = run_here(shelf, work, text("facts"), picture, text("bad"))
+    assert made["documents"] == 1
+    reasons = "it cannot be read, because it is an image", "the tokenizer fails on the text"
+    failed = [{"name": name, "reason": why} for name, why in zip(("a.gif", "bad"), reasons, strict=True)]
+    assert made["failed"] == failed
+    added, _ = run_here(shelf, replace(work, kind="append"), text("more"), text("bad"))
+    assert (added["added"], added["failed"]) == (("more",), failed[1:])
+
+
 def test_a_process_of_its_own_says_why_it_failed(running, shelf):
     picture = Upload("a.gif", io.BytesIO(b"GIF89a\0\0"))
-    (failed,) = over(running, running.prefill("book", None, [text("facts"), picture]))
+    (failed,) = over(running, running.prefill("book", None, [picture]))
     assert failed.error == "a.gif cannot be read, because it is an image: leave it out"
     assert [path.name for path in shelf.iterdir()] == [".jobs"]
 

@@ -19,6 +19,7 @@ from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from offload_decode.common.files import without_surrogates
 from offload_decode.server.http.streaming import DONE, Reply
 from offload_decode.server.requests import (
     AnsweredRequest,
@@ -65,6 +66,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mend_halves(cls, given: Any) -> Any:
+        try:
+            return _without_surrogates(given)
+        except RecursionError as error:
+            raise ValueError("its brackets are nested too deeply") from error
+
     @model_validator(mode="after")
     def _log_unknown(self) -> Body:
         for name in self.__pydantic_extra__ or {}:
@@ -72,6 +81,14 @@ class Body(BaseModel):
                 _unknown_fields.add(name)
                 LOG.info("the field %.80r of a request is not known here, and is ignored", name)
         return self
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_surrogates(value)
+    if isinstance(value, dict):
+        return {_without_surrogates(name): _without_surrogates(one) for name, one in value.items()}
+    return [*map(_without_surrogates, value)] if isinstance(value, list) else value
 
 
 class StreamOptions(Body):

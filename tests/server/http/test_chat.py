@@ -56,6 +56,13 @@ def test_fields_of_a_request_reach_the_service(client, service):
     assert written.grammar == {"json_schema": {"type": "object"}}
 
 
+def test_half_a_character_is_the_replacement_character(url):
+    body = r'{"model": "book", "messages": [{"role": "user", "content": "a\ud800\ud83d\ude42"}]}'
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+    assert answer.json()["choices"][0]["message"]["content"] == "a\ufffd\N{SLIGHTLY SMILING FACE}"
+
+
 def test_fields_left_out_default_to_the_servers_settings(client, service):
     client.chat.completions.create(**ASKED, stop="x", temperature=None, n=None)
     written = service.tickets[0].asked.generation
