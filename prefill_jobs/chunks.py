@@ -31,6 +31,7 @@ from offload_decode.hf.compat import DTYPES
 from offload_decode.kv.host_cache import BLOCK_TOKENS
 from offload_decode.kv.placement import QUEUED
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.finite import Extremes
 from offload_decode.prefill_jobs.gpu_blocks import GPUBlocks, Stored
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.store.writer import KVStoreWriter
@@ -47,18 +48,24 @@ def prefill_chunks(
     """Run `tokens [N]` through the model from where the writer stands, committing after every chunk.
 
     `progress` gets the number of committed tokens, on a GPU a chunk behind what has run. Raises `StoreError`
-    where a chunk cannot be written, on a GPU up to a chunk later.
+    where a chunk cannot be written, and `ModelError` where the model gives numbers that are not finite
+    (`finite`), on a GPU up to a chunk later.
     """
-    chunk, reported, device = method.options.chunk, writer.done, loaded.device
+    chunk, begun, device = method.options.chunk, writer.done, loaded.device
+    reported = begun
     progress("prefill", reported, len(tokens))
-    with AsyncWriter(writer, device) if device.type == "cuda" else ChunkWriter(writer) as output:
-        prefix = WrittenPrefix(writer, method, output, device)
+    writing = AsyncWriter(writer, device) if device.type == "cuda" else ChunkWriter(writer)
+    with Extremes(loaded) as extremes, writing as output:
+        prefix = WrittenPrefix(writer, method, output, device, extremes)
         cache = _cache(loaded, writer, prefix, len(tokens))
         for start in range(writer.done, len(tokens), chunk):
             part = torch.from_numpy(tokens[start : start + chunk]).long()[None]
             prefix.begin_chunk(cache)
-            loaded.encode(part, cache)
+            hidden = loaded.encode(part, cache)
             prefix.end_chunk()
+            extremes.see_last(hidden, logits=start == begun)
+            layers, seen = extremes.take()
+            output.submit(partial(extremes.check, layers), seen)
             for layer in loaded.shape.state_layers:
                 states = [state[0] for state in cache.states(layer)]
                 output.submit(lambda *states, layer=layer: writer.put_states(layer, states), *states)
@@ -98,12 +105,20 @@ class WrittenPrefix:
     remembers = by_token = False
     whole_generated = math.inf
 
-    def __init__(self, writer: KVStoreWriter, method: Method, output: ChunkWriter, device: torch.device):
+    def __init__(
+        self,
+        writer: KVStoreWriter,
+        method: Method,
+        output: ChunkWriter,
+        device: torch.device,
+        extremes: Extremes,
+    ):
         self.writer = writer
         self.method = method
         self.shape = method.shape
         self.length = writer.done
         self._output = output
+        self._extremes = extremes
         self._submitted: dict[int, Future[None] | None] = {}  # the last write of each layer
         self._appended: set[int] = set()  # layers whose KV of this chunk is submitted
         self._sampled: dict[int, int] = {}  # by layer, the length before its last samples
@@ -202,6 +217,7 @@ class WrittenPrefix:
         self._appended.add(layer)
         assert self._cache is not None
         parts = [part[0] for part in self._cache.layers[layer].generated.view()]
+        self._extremes.see(layer, *parts)
         if self.shape.layers[layer].latent:
             parts = parts[:1]
             written = self._output.submit(lambda rows: self.writer.append(layer, rows, rows), *parts)

@@ -144,9 +144,10 @@ class LoadedModel:
         rows = rows.to(self.device)
         return logits_after(self._run(self.model, tokens, cache, logits_to_keep=rows).logits, rows).float()
 
-    def encode(self, tokens: Tensor, cache: AnyCache, padding: Padding | None = None) -> None:
-        """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
-        self._run(self.model.base_model, tokens, cache, padding)
+    def encode(self, tokens: Tensor, cache: AnyCache, padding: Padding | None = None) -> Tensor:
+        """Run `tokens [B, T]` for their keys and values: the last hidden state `[B, T, H]`, and no logits."""
+        hidden: Tensor = self._run(self.model.base_model, tokens, cache, padding)[0]
+        return hidden
 
     def _run(
         self, module: Any, tokens: Tensor, cache: AnyCache, padding: Padding | None = None, **more: Any
