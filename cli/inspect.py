@@ -60,6 +60,7 @@ def _store_fields(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, obje
         "store": str(store.path),
         "digest": store.store_digest,
         "manifest": manifest.to_json(),
+        "note": _note(manifest) or None,
         "equivalence_check": {"difference": difference, "transformers": version("transformers")},
         "documents": list(map(asdict, store.documents)),
         **{"bytes": size, "bytes_per_token": size / manifest.n_tokens, "cost": cost},
@@ -86,11 +87,18 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ("checked", _check(manifest)),
         ("tokens", f"{manifest.n_tokens:,} (hash {tokens}), a {manifest.template} prompt"),
         *([("positions", positions)] if positions else []),
+        *([("note", note)] if (note := _note(manifest)) else []),
         ("prefill", f"{manifest.prefill['method']}{''.join(given)}"),
         *([] if weights == "auto" else [("weights", f"{weights}{quantized}")]),
         ("stored as", f"latents {keys}" if manifest.shape.latent else f"keys {keys}, values {values}"),
         ("extras", f"pages of {manifest.page_size} tokens, {samples} sampled queries for each KV head"),
     ]
+
+
+def _note(manifest: Manifest) -> str:
+    from offload_decode.hf.rope_scaling import Trained
+
+    return Trained(**manifest.trained or {}).note(manifest.n_tokens)
 
 
 def _check(manifest: Manifest) -> str:

@@ -153,6 +153,7 @@ def _counts(planned: Plan) -> str:
     facts = [("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters")]
     facts.append(("corpus", f"{tokens:,} tokens, {each} of keys and values each"))
     facts += [("positions", positions)] if positions else []
+    facts += [("note", note)] if (note := outline.trained.note(tokens)) else []
     listed = {"weights": weights, "store": stores, "page bounds": bounds, "indexes": indexes}
     for name, amounts in listed.items():
         facts.append((name, ", ".join(f"{one} {output.size(amount)}" for one, amount in amounts)))
@@ -265,6 +266,7 @@ def _as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dict[st
 
     return {
         "model": planned.outline.model_id,
+        "note": planned.outline.trained.note(planned.request.tokens) or None,
         "positions": asdict(planned.outline.lengths.chosen(planned.request.tokens)),
         "machine": asdict(planned.machine),
         "asked": one(planned),

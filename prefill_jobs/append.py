@@ -148,6 +148,7 @@ def append_tokens(
             method = method_of(earlier)
             loaded.lengths.of_store(earlier.manifest.rope, before).check(before + len(tokens) + 1)
             tell_of_indexer(loaded.model.config, before + len(tokens))
+            loaded.trained.tell(before + len(tokens))
             whole = np.concatenate([earlier.tokens, np.asarray(tokens, np.int32)])
             chunk = method.options.chunk
             manifest = replace(

@@ -99,9 +99,9 @@ class Maker:
 class PrefillReport:
     """What a prefill did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
-    `failed`: documents that are left out because the tokenizer fails on them.
-    `kept`: the store was there already. `pushed`: what was sent to a bucket, in time beyond `seconds`, as is
-    `loading`, the time that the model took to load.
+    `failed`: documents that are left out because the tokenizer fails on them. `kept`: the store was there
+    already. `pushed`: what was sent to a bucket, in time beyond `seconds`, as is `loading`, the time that the
+    model took to load.
     """
 
     store: Path | str
@@ -281,6 +281,7 @@ def _planned(
     chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
     method = create(settings.method, {**settings.stated, "chunk": chunk}, loaded.shape)
     tell_of_indexer(loaded.model.config, len(tokens))
+    loaded.trained.tell(len(tokens))
     positions = loaded.lengths.chosen(len(tokens), settings.context)
     manifest = Manifest(
         **loaded.stated(positions),

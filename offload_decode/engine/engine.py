@@ -72,6 +72,7 @@ class Engine(Conversation):
         )
         check_placement(config.attend, config.device_cache, loaded.device)
         tell_of_indexer(loaded.model.config, opened.manifest.n_tokens)
+        loaded.trained.tell(opened.manifest.n_tokens)
         host = HostKV(opened, loaded.device, config.attend, config.device_cache)
         prefix = StoredPrefix.over(host, loaded.shape, config.selector, config.options)
         decide(prefix, loaded.shape, config.crossover)

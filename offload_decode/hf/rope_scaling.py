@@ -5,13 +5,61 @@ within the length of the training (NTK-aware scaling; YaRN, arXiv 2309.00071). E
 """
 
 import math
-from typing import Any
+import warnings
+from typing import Any, NamedTuple
 
-from offload_decode.common.errors import ConfigError
-from offload_decode.hf.positions import rope_parameters
+from offload_decode.common.errors import ConfigError, OffloadDecodeWarning
+from offload_decode.hf.positions import CONTEXT, rope_parameters
 
 KINDS = ("yarn", "linear", "dynamic")
 _MOST = 128.0  # times the length of the training
+
+
+class Trained(NamedTuple):
+    """The `length` of texts that a model was trained for, with its scaling, and the one that `--rope` starts
+    from: 0 where it is not known, and where `--rope` is not possible.
+    """
+
+    length: int = 0
+    unscaled: int = 0
+
+    def note(self, tokens: int) -> str:
+        """A sentence on a text of so many tokens that is too long with a usual question and answer; empty for
+        others.
+        """
+        if not self.length or tokens + CONTEXT <= self.length:
+            return ""
+        times = 2 ** math.ceil(math.log2((tokens + CONTEXT) / (self.unscaled or self.length)))
+        scaled = f"prefill with --rope yarn:{times}, " if self.unscaled and times <= _MOST else ""
+        return (
+            f"{tokens:,} tokens with a question and an answer are more than the {self.length:,} that the "
+            f"model was trained for, and answers may be wrong: {scaled}take another model, or a shorter text"
+        )
+
+    def tell(self, tokens: int) -> None:
+        """Warn of such a text."""
+        if note := self.note(tokens):
+            warnings.warn(OffloadDecodeWarning(note), stacklevel=3)
+
+
+UNKNOWN = Trained()
+
+
+def trained_of(config: Any, rope: str = "") -> Trained:
+    """What a text config states, where `rope` is how it was scaled on demand (`scale_rope`)."""
+    stated = getattr(config, "max_position_embeddings", None)
+    length = stated if isinstance(stated, int) and stated > 0 else 0
+    own = scalable(config)
+    kind, factor = own.get("rope_type") or "default", own.get("factor") or 1
+    if rope:
+        return Trained(int(length * parse_rope(rope)[1]), length)
+    if kind == "yarn":
+        original = own.get("original_max_position_embeddings") or length
+        return Trained(max(length, int(original * factor)))
+    if kind in ("linear", "dynamic") and own == rope_parameters(config):
+        return Trained(int(length * factor))
+    # Others state the whole, as Gemma 3 does, whose layers rotate in several ways.
+    return Trained(length, length if kind == "default" and "rope_theta" in own else 0)
 
 
 def parse_rope(rope: str) -> tuple[str, float]:

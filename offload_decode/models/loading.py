@@ -25,6 +25,7 @@ from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtyp
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, logits_after
 from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
+from offload_decode.hf.rope_scaling import Trained, trained_of
 from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.hf.verify import check_equivalence, packs, shape_of
 from offload_decode.models import checkpoint, quantization
@@ -54,7 +55,8 @@ class LoadedModel:
     """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
     checkpoint's), or what they were quantized to as it was loaded. `streamed`: those of its layers come to
     the device as they run (`models.layer_streaming`), for passes without logits. `scaled`: how its RoPE was
-    asked to be, empty as it is trained. `loading`: seconds that `load` took, converting and hashing included.
+    asked to be, empty as it is trained; `trained`: for texts of which length. `loading`: seconds that `load`
+    took, converting and hashing included.
     """
 
     model: Any
@@ -66,6 +68,7 @@ class LoadedModel:
     tokenizer_hash: str
     rope: dict[str, Any]
     lengths: Lengths
+    trained: Trained
     dtype: str
     device: torch.device
     weights: str = "auto"
@@ -119,6 +122,7 @@ class LoadedModel:
             "dtype": self.dtype,
             "shape": self.shape,
             "rope": self.rope | positions.noted,
+            "trained": self.trained._asdict(),
         }
 
     @property
@@ -246,6 +250,7 @@ def load(
         weights=numbers,
         stated_ends=ends,
         scaled=rope,
+        trained=trained_of(model.config, rope),
         loading=time.perf_counter() - began,
     )
 
@@ -279,6 +284,7 @@ def wrap(
         tokenizer_hash=tokenizer_fingerprint or tokenizer_hash(tokenizer),
         rope=rope_parameters(model.config),
         lengths=lengths_of(model.config, model.base_model),
+        trained=trained_of(model.config),
         dtype=dtype,
         device=model.device,
     )

@@ -15,6 +15,7 @@ from offload_decode.attention.transfers import power_of_two
 from offload_decode.hf.compat import DTYPES, stored_dtype
 from offload_decode.hf.meta_device import Unfilled
 from offload_decode.hf.positions import NO_LENGTHS, Lengths, lengths_of
+from offload_decode.hf.rope_scaling import UNKNOWN, Trained, trained_of
 from offload_decode.hf.shape import text_config, text_model
 from offload_decode.hf.user_cache import cached
 from offload_decode.models.checkpoint import CONFIG, bounded, model_errors, read_config, source_of
@@ -25,7 +26,7 @@ from offload_decode.models.quantization import GGUF, check_packages, quantizatio
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import ModelShape
 
-_FORM = 6
+_FORM = 7
 """Version of a cached outline."""
 _LONGEST = 256  # characters of a pattern
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
@@ -105,7 +106,8 @@ class Outline:
     token reads one row of, `experts` those in fused expert weights, of which a token reads the share
     `active`. `hidden`, `intermediate` and `vocabulary` are widths. Of the decoder layers `layered` counts the
     parameters, `layer` those of the largest one, and `pinned` those that pinned memory for each weight has
-    room for, a power of two. `lengths`: of texts, at which the rotation changes.
+    room for, a power of two. `lengths`: of texts, at which the rotation changes; `trained`:
+    for which the model was trained.
     `format`: of a quantized checkpoint (`models.quantization`), else empty; `packed` are the bytes of its
     weights (0 where they are always widened), `packed_experts` those of its fused expert weights among them.
     """
@@ -129,6 +131,7 @@ class Outline:
     packed: int = 0
     packed_experts: int = 0
     lengths: Lengths = NO_LENGTHS
+    trained: Trained = UNKNOWN
 
     @property
     def output(self) -> int:
@@ -166,9 +169,10 @@ def outline(model_id: str, rope: str = "") -> Outline:
 
 def _parsed(stored: Any) -> Outline:
     """A cached outline, without the name of its model; TypeError or ValueError for anything else."""
-    shape, *numbers, (switches, grows, table) = stored
+    shape, *numbers, (switches, grows, table), trained = stored
     lengths = Lengths(tuple(map(int, switches)), *(one and int(one) for one in (grows, table)))
-    found = replace(Outline("", shape_from(shape, FORMAT_VERSION, DTYPES), *numbers), lengths=lengths)
+    found = Outline("", shape_from(shape, FORMAT_VERSION, DTYPES), *numbers)
+    found = replace(found, lengths=lengths, trained=Trained(*map(int, trained)))
     if any(type(getattr(found, name)) is not kind for name, kind in get_type_hints(Outline).items()):
         raise TypeError("not an outline")
     return found
@@ -179,7 +183,7 @@ def _counted(model_id: str, rope: str) -> Outline:
     with model_errors(f"cannot read the config of '{model_id}'"):
         with Unfilled(), torch.device("meta"):
             model = text_model(text_config(config))
-        found = outline_of(model, model_id, shape)
+        found = replace(outline_of(model, model_id, shape), trained=trained_of(config, rope))
         if (quantization := quantization_of(config)) is None:
             return _of_file(found, Path(source_of(model_id)))
         packed, experts = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)

@@ -20,6 +20,7 @@ from typing import Any
 
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
+from offload_decode.hf.rope_scaling import Trained
 from offload_decode.kv.indexes import OLD, PARTIAL, describe, kind_folder
 from offload_decode.server.requests import NoSuchName
 from offload_decode.store.files import SEAL
@@ -46,7 +47,8 @@ class Entry:
     `model_id`, `dtype`, `weights` and `scaled` are how the model is loaded. `created` is when the store was
     published, in seconds since 1970. `digest` is that of the store (`KVStore`), empty for a bare model;
     `recall` is what the clusters beside it measured when they were built, mean over heads, None where there
-    are none that are whole. `identity` changes when the store or its clusters are replaced, and with it the
+    are none that are whole. `note`: a sentence where the text is longer than the
+    model was trained for. `identity` changes when the store or its clusters are replaced, and with it the
     equality of two entries of one name.
     """
 
@@ -58,6 +60,7 @@ class Entry:
     scaled: str = ""
     tokens: int = 0
     documents: int = 0
+    note: str = ""
     created: int = field(default=0, compare=False)
     digest: str = ""
     recall: float | None = None
@@ -68,7 +71,8 @@ class Entry:
         """A store under the name of its folder."""
         name, model = readable(path.name.removesuffix(SUFFIX)), manifest.model_id
         how = manifest.dtype, manifest.weights, manifest.scaled
-        return cls(name, path, model, *how, manifest.n_tokens, **more)
+        note = Trained(**manifest.trained or {}).note(manifest.n_tokens)
+        return cls(name, path, model, *how, manifest.n_tokens, note=note, **more)
 
     @cached_property
     def base(self) -> str:
@@ -225,7 +229,11 @@ class Catalog:
             try:
                 identity = tuple(map(_stat, (path, path / ROOT, path / SEAL, kind_folder(path, _SEARCHED))))
                 known = before.get(path)
-                self._known[path] = known if known and known.identity == identity else _read(path, identity)
+                if known is None or known.identity != identity:
+                    known = _read(path, identity)
+                    if known.note:
+                        LOG.warning("%s: %s", path, known.note)
+                self._known[path] = known
             except (OffloadDecodeError, OSError) as error:
                 problems[path] = str(error)
         for path, problem in problems.items():

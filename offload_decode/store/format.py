@@ -221,6 +221,8 @@ class Manifest:
     `FINGERPRINT_VERSION`.
     `template` is "chat" where the tokens open a chat template, else "plain". `opening` is what the template
     wrote before the corpus, which may name the day; None in stores of earlier releases, and of given tokens.
+    `trained` is the length of texts that the model was trained for, and that without its scaling
+    (`hf.rope_scaling.Trained`); None in stores of earlier releases.
     `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `common.rows.encodings`.
     `kv_error` is what encoding cost, measured as they were written and empty until then: for `keys` and
     `values` a list with an entry a layer, of the error's root mean square relative to that of the numbers,
@@ -241,6 +243,7 @@ class Manifest:
     prefill: dict[str, Any]
     template: str = "plain"
     opening: str | None = None
+    trained: dict[str, int] | None = None
     kv: dict[str, str] = field(default_factory=dict)
     kv_error: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     page_size: int = 16
@@ -311,7 +314,7 @@ class Manifest:
         check_version(data)
         if data["format_version"] == 2:
             data = {"seam": None, **data}
-        data = {"opening": None, **data}
+        data = {"opening": None, "trained": None, **data}
         try:
             shape = _checked(data, [own.name for own in fields(cls)])
         except ValueError as error:
@@ -345,6 +348,8 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
         data["opening"] is None or (isinstance(data["opening"], str) and len(data["opening"]) <= OPENING)
     ):
         raise ValueError(f"opening is not a text of at most {OPENING:,} letters")
+    if data["trained"] is not None:
+        check("trained", data["trained"], dict.fromkeys(("length", "unscaled"), range(1 << 53)))
     if data["format_version"] != 2 or data["seam"] is not None:
         check("seam", data["seam"], range(data["n_tokens"] + 1))
     check("prefill.method", data["prefill"].get("method"), str)

@@ -99,8 +99,8 @@ def _refuse_other_job(
     staged, wanted = layout.read_header(partial / STORE), manifest.to_json()
     if staged is None:
         raise staging.damaged(partial, layout.ROOT)
-    # The first is there already where publishing was interrupted; the other is in the tokens.
-    wanted |= {name: staged.get(name) for name in ("kv_error", "opening")}
+    # The first is there already where publishing was interrupted; the others change no number but by tokens.
+    wanted |= {name: staged.get(name) for name in ("kv_error", "opening", "trained")}
     others = sorted(name for name in {*staged, *wanted} if staged.get(name) != wanted.get(name))
     changed = [
         name

@@ -202,3 +202,24 @@ def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home, tmp_path)
     answer = json_of("ask", tmp_path / "store", "x" * 1000, "--max-new-tokens", 100)
     assert answer["tokens"] < 25
     assert answer["finish"] == "length"
+
+
+def test_a_text_longer_than_the_model_was_trained_for_is_noted_by_every_command(home, tmp_path):
+    model = saved(text_model(max_position_embeddings=600), tmp_path / "model")
+    given = ["prefill", home / "corpus.txt", "--model", model]
+    short, long = tmp_path / "short.kv", tmp_path / "long.kv"
+    told = done(*given, "--out", short).err
+    tokens = json_of("inspect", short)["manifest"]["n_tokens"]
+    note = f"{tokens:,} tokens with a question and an answer are more than the 600 that the model was trained"
+    way = f"prefill with --rope yarn:{2 ** (-(-(tokens + 512) // 600) - 1).bit_length()}, "
+    shown = [
+        told,
+        done("inspect", short).out,
+        json_of("inspect", short)["note"],
+        run("plan", "--model", model, "--tokens", tokens).out,
+        done("ask", short, "What?", "--max-new-tokens", "1").err,
+    ]
+    assert all(text.count(note) == text.count(way) == 1 for text in shown)
+    shown = [done(*given, "--out", long, "--rope", "yarn:128").err, done("inspect", long).out]
+    assert not any("was trained for" in text for text in shown)
+    assert json_of("inspect", long)["note"] is None

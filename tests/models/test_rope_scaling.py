@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_decode.common.errors import ConfigError, StoreMismatch
 from offload_decode.engine.engine import Engine
-from offload_decode.hf.rope_scaling import parse_rope, scale_rope
+from offload_decode.hf.rope_scaling import Trained, parse_rope, scale_rope, trained_of
 from offload_decode.models.loading import load
 from offload_decode.prefill_jobs.append import append
 from offload_decode.prefill_jobs.job import Settings, prefill
@@ -97,3 +97,50 @@ def test_models_that_scale_already_or_have_no_rope_are_refused() -> None:
         scale_rope(config_of("llama-yarn"), "linear:2")
     with pytest.raises(ConfigError, match="not those of RoPE"):
         scale_rope(config_of("gpt2"), "yarn:2")
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "scaled", "expected"),
+    [
+        ("llama", {}, "", (4096, 4096)),
+        ("llama", {"rope_type": "linear", "factor": 4.0}, "", (16_384, 0)),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, "", (8192, 0)),
+        (
+            "llama",
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
+            "",
+            (32_768, 0),
+        ),
+        (
+            "llama",
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
+            "",
+            (4096, 0),
+        ),
+        ("llama", {"rope_type": "llama3", "factor": 8.0}, "", (4096, 0)),
+        ("llama", {}, "yarn:4", (16_384, 4096)),
+        ("gemma3", {}, "linear:2", (8192, 4096)),
+        (
+            "gemma3",
+            {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+            "",
+            (4096, 0),
+        ),
+        ("gpt2", {}, "", (4096, 0)),
+    ],
+)
+def test_the_length_of_the_training_is_known_with_its_scaling(family, rope, scaled, expected):
+    config = config_of(family, max_position_embeddings=4096)
+    config.rope_parameters = {**(getattr(config, "rope_parameters", None) or {}), **rope}
+    if scaled:
+        scale_rope(config, scaled)
+    assert trained_of(config, scaled) == Trained(*expected)
+
+
+def test_the_note_is_on_texts_that_are_too_long_with_a_question_and_names_the_way_out():
+    assert Trained(4096, 4096).note(3584) == Trained().note(10**9) == ""
+    note = Trained(4096, 4096).note(3585)
+    assert note.startswith("3,585 tokens with a question and an answer are more than the 4,096")
+    assert "--rope yarn:2," in note
+    assert "--rope yarn:8," in Trained(8192, 4096).note(16_384)
+    assert "--rope" not in Trained(4096).note(16_384) + Trained(16, 16).note(10**6)

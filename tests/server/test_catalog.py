@@ -260,3 +260,14 @@ def test_a_store_is_read_once(opened, shelf, monkeypatch):
     before = catalog.entry("book")
     catalog.refresh()
     assert catalog.entry("book") == before
+
+
+def test_a_store_of_a_text_longer_than_the_training_is_noted_and_logged_once(shelf, opened, caplog):
+    job = make_job(40, "float32", (FULL,), query_samples=8)
+    trained = {"length": 16, "unscaled": 16}
+    replace(job, manifest=replace(job.manifest, trained=trained)).write(shelf / "long.kv")
+    catalog = opened(shelf)
+    catalog.refresh()
+    note = catalog.entry("long").note
+    assert note.startswith("40 tokens with a question and an answer are more than the 16 that the model")
+    assert caplog.text.count(note) == 1

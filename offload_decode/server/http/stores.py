@@ -85,13 +85,15 @@ class Listed(BaseModel, Generic[T]):
 
 class ServedModel(Model):
     """A store, or a model without a corpus. `root` is the model that answers; `parent` the name of that model
-    where this one is a store. `tokens` and `documents` are the store's.
+    where this one is a store. `tokens` and `documents` are the store's, and `note` a sentence to know
+    before it is asked.
     """
 
     root: str
     parent: str | None = None
     tokens: int
     documents: int
+    note: str | None
 
 
 class JobError(BaseModel):
@@ -126,6 +128,7 @@ class StoreAnswer(BaseModel):
     root: str
     tokens: int
     documents: int
+    note: str | None
     recall: float | None
     digest: str
 
@@ -286,7 +289,8 @@ def _model(entry: Entry) -> ServedModel:
 
 def _fields(entry: Entry, *more: str) -> dict[str, Any]:
     names = ("created", "tokens", "documents", *more)
-    return {"id": entry.name, "root": entry.base, **{name: getattr(entry, name) for name in names}}
+    fields = {name: getattr(entry, name) for name in names}
+    return {"id": entry.name, "root": entry.base, "note": entry.note or None, **fields}
 
 
 def _job(service: Service, job: Job) -> JobAnswer:

@@ -76,6 +76,7 @@ def test_stores_are_listed_and_told_of(client, shelf):
         "root": "test/model",
         "tokens": 40,
         "documents": 2,
+        "note": None,
         "recall": None,
         "digest": stored.store_digest,
     }
