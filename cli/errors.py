@@ -1,5 +1,6 @@
 """Errors as users see them: one sentence on stderr and an exit code, never a traceback."""
 
+import errno
 import os
 import re
 import sys
@@ -73,10 +74,20 @@ def sentence(error: BaseException) -> str:
         return reason
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
+    if _lacks_files(error):
+        return "no more files may be opened: allow more (ulimit -n 1024), and run the same again"
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return one_line(f"{error.filename} may not be opened: change its permissions, or ask its owner")
     if isinstance(error, OSError) and error.strerror:
         parts = (error.filename, error.strerror)
         return one_line(": ".join(str(part) for part in parts if part is not None))
     return f"unexpected {type(error).__name__}: {reason}; set {DEBUG}=1 to see where it comes from"
+
+
+def _lacks_files(error: BaseException | None) -> bool:
+    """Whether a limit of open files is behind an error, however libraries failed over it."""
+    own = isinstance(error, OSError) and error.errno == errno.EMFILE
+    return own or (error is not None and _lacks_files(error.__cause__ or error.__context__))
 
 
 def exit_code(error: BaseException) -> int:

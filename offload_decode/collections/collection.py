@@ -15,6 +15,7 @@ import json
 import operator
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -113,8 +114,15 @@ class Collection:
 
 
 def is_collection(path: Path) -> bool:
-    """Whether a collection, and not a store, lies at `path`."""
-    return (path / HEADER).is_file()
+    """Whether a collection, and not a store, lies at `path`. Raises `PermissionError` for a folder that may
+    not be looked into, which some releases of Python take for one without the file.
+    """
+    try:
+        return stat.S_ISREG(os.stat(path / HEADER).st_mode)
+    except PermissionError as error:
+        raise PermissionError(error.errno, error.strerror, str(path)) from error
+    except (OSError, ValueError):
+        return False
 
 
 def store_name(name: str, sha256: str) -> str:

@@ -14,6 +14,7 @@ from typing import BinaryIO, NamedTuple
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, DoesNotFit, StoreDamaged, StoreForeign
 from offload_decode.common.files import NotPlain, open_plain
+from offload_decode.store.format import check_names
 
 Value = str | int | float | bool | None
 
@@ -154,6 +155,7 @@ def _parsed(line: bytes) -> tuple[str, Entry | None]:
     name.encode()  # half a character raises a ValueError too
     if fields.get("gone") is True and len(fields) == 2:
         return name, None
+    check_names("it", fields, Entry._fields)
     entry = Entry(**fields)
     if not isinstance(entry.sha256, str) or not _SHA256.fullmatch(entry.sha256):
         raise ValueError("its sha256 is none")

@@ -11,7 +11,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -98,7 +98,8 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._over.wait(0.01):
-            self.bytes = max(self.bytes, own_memory())
+            with suppress(OSError):  # where no file can be opened any more, whoever works says so
+                self.bytes = max(self.bytes, own_memory())
 
 
 @contextmanager

@@ -27,12 +27,13 @@ _KV_HEADS = re.compile(r"(swa_)?num_key_value_heads|num_(global_)?(key_value|kv)
 _HEAD_DIMS = re.compile(
     r"((swa_|global_|attention_|v_|qk_|qk_nope_|qk_rope_|index_|swa_v_)?head_dim|kv_channels|rotary_dim)"
 )
+_MAMBA_HEADS, _MOST_MAMBA_HEADS = re.compile(r"mamba_n_heads|mamba_num_heads|n_mamba_heads"), 8
 _MAMBA_DIMS = re.compile(r"mamba_d_head|mamba_head_dim|mamba_headdim")
 # Names, and the most that such a size may be.
 _MOST: tuple[tuple[str, int], ...] = (
     (r"sliding_window(_size)?|(attention_)?window_size", WINDOW),
     (r"attention_chunk_size", CHUNK),
-    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
+    (_MAMBA_HEADS.pattern, _MOST_MAMBA_HEADS),
     (r".*(token_id|token_index)", 2),
     (r".*vocab_size.*", VOCABULARY),
     (r".*(moe|expert).*(intermediate|ffn|hidden).*size.*", 24),
@@ -191,6 +192,8 @@ class _Sizes:
         kv_heads = {value for name, value in numbers if _KV_HEADS.fullmatch(name)}
         self.kv_heads = sorted(kv_heads - {1, self.heads})
         self.expand: int = fields.get("mamba_expand", 2)
+        mamba_heads = [value for name, value in fields.items() if _MAMBA_HEADS.fullmatch(name)]
+        self.mamba_heads = min([*mamba_heads, _MOST_MAMBA_HEADS])
         self.values_per_key = fields.get("linear_num_value_heads", 2) // fields.get("linear_num_key_heads", 2)
         linear = [v for n, v in fields.items() if re.fullmatch(r"linear_(key_|value_)?head_dim", n)]
         self.linear_divisor = max(1, min(linear, default=1) // 8)
@@ -212,9 +215,9 @@ class _Sizes:
         if _HEAD_DIMS.fullmatch(name):
             return self._dim(value)
         if _MAMBA_DIMS.fullmatch(name):
-            return self.expand * self.few_hidden // 8
+            return self.expand * self.few_hidden // self.mamba_heads
         if name == "mamba_d_ssm":
-            return self.expand * self.few_hidden
+            return self.expand * self.few_hidden // self.mamba_heads * self.mamba_heads
         if name == "linear_num_value_heads":
             return min(value, 2 * self.values_per_key)
         if re.fullmatch(r"linear_(key_|value_)?head_dim", name):

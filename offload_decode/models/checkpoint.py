@@ -238,6 +238,9 @@ def model_errors(context: str) -> Iterator[None]:
         if not is_failure(error):
             raise
         reason = " ".join(str(error).split())[:300].rstrip(".")
+        if "above report" in reason:  # which transformers logs, and nobody sees
+            other = "have other shapes than" if "mismatched_sizes" in reason else "cannot be made those that"
+            reason = f"its weights {other} its config.json states"
         if isinstance(error, OSError) and error.filename:  # the checkpoint is named already
             reason = f"{os.path.basename(os.fsdecode(error.filename))}: {error.strerror}"
         elif not reason or isinstance(error, KeyError):

@@ -149,14 +149,20 @@ def damaged(partial: Path, name: str) -> StoreDamaged:
     return StoreDamaged(f"{name} in {partial} is damaged: remove {partial} and prefill again.")
 
 
+_WAYS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")
+_WAYS[errno.EMFILE] = "allow more open files (ulimit -n)"
+
+
 @contextmanager
 def surfaced(partial: Path, contents: str, command: str) -> Iterator[None]:
-    """Errors of the file system as StoreError: `partial` keeps these `contents`, and `command` goes on."""
+    """Errors of the file system as StoreError: `partial` keeps these `contents`, if any, and `command` goes
+    on.
+    """
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way = _WAYS.get(error.errno or 0, "mend this")
         raise StoreError(
-            f"{partial} cannot be written ({error.strerror}) and keeps {contents}: "
-            f"{'free some space' if full else 'mend this'} and run the same {command} again to go on."
+            f"{partial} cannot be written ({error.strerror}){contents and f' and keeps {contents}'}: "
+            f"{way} and run the same {command} again to go on."
         ) from error

@@ -168,7 +168,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         with ExitStack() as stack:
             if growth is None:
                 refuse_existing(path)
-            with staging.surfaced(partial, "its first 0 tokens", "append" if growth else "prefill"):
+            with staging.surfaced(partial, "", "append" if growth else "prefill"):
                 stack.enter_context(staging.locked(partial))
                 if growth is None:
                     refuse_existing(path)  # it may have been published while the lock was waited for
@@ -348,4 +348,5 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
 
     def _surfaced(self) -> AbstractContextManager[None]:
         command = "append" if self.growth else "prefill"
-        return staging.surfaced(self._partial, f"its first {self.done:,} tokens", command)
+        kept = f"its first {self.done:,} tokens" if self.done else ""
+        return staging.surfaced(self._partial, kept, command)

@@ -1,5 +1,6 @@
 """Whatever goes wrong is one sentence with the way out and the right exit code; never a traceback."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.models.checkpoint import read_config
 from offload_decode.prefill_jobs.job import Settings, prefill
+from offload_decode.store.reader import KVStore
 from tests.cli.conftest import MAIN, PROGRAM, done, refused, run, write_lines
 from tests.cli.test_batch import refused_batch
 from tests.processes import apart
@@ -195,6 +197,31 @@ def test_errors_of_the_system_are_sentences(store, monkeypatch):
     assert refused(1, "ask", store, "q") == "error: s.kv: No space left on device"
     _fails_with(monkeypatch, MemoryError())
     assert "out of memory: free some" in refused(1, "ask", store, "q")
+
+
+def test_a_folder_that_may_not_be_opened_is_not_a_missing_one(tmp_path, monkeypatch):
+    """root may open every folder, and so the system's answer is made up."""
+    real = os.stat
+
+    def stat(path, *args, **how):
+        if str(path).startswith(f"{tmp_path}/shut/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **how)
+
+    (tmp_path / "shut").mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+    for command in (["inspect"], ["verify"], ["index"], ["ask", "Who?", "--all"]):
+        told = refused(1, command[0], tmp_path / "shut", *command[1:])
+        assert told == f"error: {tmp_path}/shut may not be opened: change its permissions, or ask its owner"
+
+
+def test_a_limit_of_open_files_is_a_sentence(store, monkeypatch):
+    def fail(*_):
+        lacking = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise RuntimeError("Cannot close a running event loop") from lacking
+
+    monkeypatch.setattr(KVStore, "open", fail)
+    assert "allow more (ulimit -n 1024)" in refused(1, "inspect", store)
 
 
 def test_interpreted_loops_are_refused_at_the_start(store):

@@ -84,6 +84,12 @@ def test_a_line_that_is_none_is_refused_by_its_number(path, wrong):
         read(path)
 
 
+def test_a_field_that_is_not_known_is_named(path):
+    path.write_text(json.dumps(entry("a")._asdict() | {"more": 1}) + "\n")
+    with pytest.raises(StoreDamaged, match="it has a field 'more' that this release does not know"):
+        read(path)
+
+
 @pytest.mark.parametrize("line", [b"[]", b"{", b'{"name": NaN}', b"\xff", b"3", b"[" * 10_000])
 def test_what_is_no_object_is_refused(path, line):
     path.write_bytes(line + b"\n")

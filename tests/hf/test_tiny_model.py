@@ -84,3 +84,13 @@ def test_a_model_whose_tiny_model_cannot_be_built_says_why(monkeypatch):
     monkeypatch.setattr("offload_decode.hf.tiny_model.text_model", built)
     with pytest.raises(NoTinyModel, match="hidden_size must be 4096"):
         tiny_config_of(transformers.LlamaConfig())
+
+
+@pytest.mark.skipif("falcon_h1" not in SERVED, reason="this transformers forgets states")
+@pytest.mark.parametrize("heads", [1, 4, 8, 16])
+def test_the_heads_of_a_state_space_fill_its_width(heads):
+    changes = {"mamba_n_groups": 1, "mamba_n_heads": heads, "mamba_d_head": 64 // heads, "mamba_d_ssm": 64}
+    tiny = tiny_config_of(config_of("falcon_h1", **changes))
+    assert tiny.mamba_n_heads * tiny.mamba_d_head == tiny.mamba_d_ssm
+    assert tiny.mamba_n_heads == min(heads, 8)
+    tiny_model_of(tiny, 0)

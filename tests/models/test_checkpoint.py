@@ -191,6 +191,12 @@ def test_a_broken_tokenizer_is_a_sentence(folder, text):
 WORDS = {"type": "WordPiece", "unk_token": "?", "vocab": {"a": 0}}
 
 
+def test_weights_of_other_shapes_are_told_without_a_report_that_nobody_sees(folder):
+    changed(folder, intermediate_size=24)
+    with pytest.raises(ModelError, match=r"its weights have other shapes than its config\.json states"):
+        load(str(folder), "cpu")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

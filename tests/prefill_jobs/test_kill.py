@@ -140,7 +140,7 @@ def fill(runner: Runner, disk: Disk, inputs: Path, unbroken: dict[str, bytes], r
         assert "free some space and run the same prefill again to go on" in ran.err
     kept = committed(disk) if ran.code else None
     if kept is not None:
-        assert f"keeps its first {kept:,} tokens" in ran.err
+        assert (f"keeps its first {kept:,} tokens" in ran.err) == ("keeps" in ran.err) == bool(kept)
         if kept:
             again = runner.run(command)
             assert "No space left on device" in told(again), "still full, nothing is lost by trying"
@@ -204,7 +204,7 @@ def test_a_limit_on_the_size_of_files(runner, inputs, tmp_path):
     store = tmp_path / "store.kv"
     command = prefill(inputs, store)
     sentence = told(runner.run(command, limit=4000))
-    assert "(File too large) and keeps its first 0 tokens: mend this" in sentence
+    assert "(File too large): mend this" in sentence
     assert runner.run(command).code == 0
     for kind in ("clusters", "faiss-ivf", "hnswlib"):
         sentence = told(runner.run(killing.index(store, kind), limit=1000))
