@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.server.http import chat, completions, errors, page, responses, stores
+from offload_decode.server.http.connection import Connection
 from offload_decode.server.http.errors import add_handlers
 from offload_decode.server.http.security import Access, Guard
 from offload_decode.server.service import Service
@@ -119,6 +120,7 @@ def listen(
     """
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,

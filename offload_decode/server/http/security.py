@@ -1,14 +1,14 @@
 """Who may ask, and how much of a request is read: decided in front of every route, before a body is read.
 
-A server without keys answers on loopback alone to names of loopback, so that no web page reaches it by a name
-of its own that was pointed there (DNS rebinding); and what changes something is taken from other origins only
-where they were let in, since browsers send forms across origins without asking.
+A server without keys that listens on loopback answers to names of loopback alone, so that no web page reaches it
+by a name of its own that was pointed there (DNS rebinding). With a key any name is answered to, as proxies pass
+on the one they are called by: a page has no key. What changes something is taken from other origins only where
+they were let in, since browsers send forms across origins without asking.
 """
 
 import hmac
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -104,7 +104,7 @@ class Guard:
     def _foreign(self, origin: str | None, host: str) -> bool:
         if origin is None or {"*", origin} & {*self.access.origins}:
             return False
-        return urlsplit(origin).netloc != host
+        return origin.partition("://")[2].lower() != host.lower()
 
 
 def _too_large(most: int) -> str:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from offload_decode.server.http.app import create_app
+from offload_decode.server.http.connection import Connection
 from offload_decode.server.http.security import Access
 from tests.server.fakes import FakeService
 
@@ -20,7 +21,9 @@ def listening(app: FastAPI) -> Iterator[str]:
     """The address of an app that serves inside the block."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app, http=Connection, log_config=None, access_log=False, timeout_graceful_shutdown=1
+            )
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
