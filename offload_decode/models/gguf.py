@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from offload_decode.common.errors import ModelError
 from offload_decode.common.files import NotPlain, open_plain
+from offload_decode.models.tokenizer_trial import MOST_TOKENS
 
 SUFFIX = ".gguf"
 _STRING, _ARRAY = 8, 9
@@ -22,6 +23,7 @@ _ALIGNMENT, _MOST_ALIGNMENT, _MOST_NUMBERS = 32, 1 << 20, 1 << 40
 _HEADS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length")
 _MOST_SIZE = {"block_count": 512, "embedding_length": 1 << 20, "vocab_size": 1 << 26}
 _MOST_SIZE |= dict.fromkeys(["feed_forward_length", "expert_feed_forward_length"], 1 << 22)
+_MOST_SIZE["ggml.tokens"] = MOST_TOKENS  # how many there are
 _MOST_SIZE |= dict.fromkeys([*_HEADS, "expert_count", "expert_used_count"], 1 << 14)
 
 

@@ -77,6 +77,7 @@ def test_of_several_files_one_is_to_be_named(whole: Path, tmp_path: Path) -> Non
         (header(), "names no architecture"),
         (header(ARCHITECTURE, pair("llama.block_count", 10**9)), "its block_count is 1000000000, and"),
         (header(ARCHITECTURE, pair("llama.embedding_length", 10**15)), "its embedding_length is"),
+        (header(ARCHITECTURE, pair("tokenizer.ggml.tokens", 1 << 20)), "its ggml.tokens is 1048576, and"),
         (header(ARCHITECTURE, tensors=1), "cut off"),
         (header(ARCHITECTURE, text("t") + struct.pack("<I", 1 << 30), count=1, tensors=1), "four dimensions"),
         (header(ARCHITECTURE, text("t") + FAR, count=1, tensors=1), "cut off"),

@@ -1,9 +1,9 @@
 """Who may ask, and how much of a request is read: decided in front of every route, before a body is read.
 
-A server without keys that listens on loopback answers to names of loopback alone, so that no web page reaches it
-by a name of its own that was pointed there (DNS rebinding). With a key any name is answered to, as proxies pass
-on the one they are called by: a page has no key. What changes something is taken from other origins only where
-they were let in, since browsers send forms across origins without asking.
+A server without keys that listens on loopback answers to names of loopback alone, so that no web page
+reaches it by a name of its own that was pointed there (DNS rebinding). With a key any name will do: proxies
+pass on the one they are called by, and a page has no key. What changes something is taken from other origins
+only where they were let in, since browsers send forms across origins without asking.
 """
 
 import hmac

@@ -61,10 +61,8 @@ def answer_to(port: int, sent: Iterable[bytes]) -> bytes:
 
 
 def cpu_s(process: subprocess.Popen[str]) -> float:
-    user, system = (
-        int(one) for one in open(f"/proc/{process.pid}/stat").read().rsplit(")")[1].split()[11:13]
-    )
-    return (user + system) / os.sysconf("SC_CLK_TCK")
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[1].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 ENDLESS = {
@@ -111,10 +109,9 @@ def test_who_sends_nothing_more_is_not_waited_for(sent, port) -> None:
 
 
 def test_a_header_that_drips_is_not_waited_for(port) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as there, pytest.raises(ConnectionError):
-        for _ in range(50):
-            there.sendall(b"G")
-            time.sleep(0.1)
+    began = time.monotonic()
+    assert not answer_to(port, (time.sleep(0.1) or b"G" for _ in range(300)))
+    assert time.monotonic() - began < 15
 
 
 STRANGE = [
