@@ -119,6 +119,7 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:
             show(engine.stream(question.text, wanted.max_new_tokens, wanted.sampler))
+        tell_cut(engine.finish, wanted.max_new_tokens)
         cost = engine.prefix.take_stats()
         if watch is not None:
             output.note(cited_text(engine.cited(watch)))
@@ -148,6 +149,7 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
             output.answer_json(told)
         else:
             show(pieces)
+            tell_cut(answer.finish, wanted.max_new_tokens)
     if wanted.cite and not question.as_json:
         output.note(cited_text(answer.cited))
     if question.stats:
@@ -185,6 +187,12 @@ def show(pieces: Iterable[str]) -> None:
         begun = begun or bool(shown)
         output.generated(shown)
     output.generated("", end="\n")
+
+
+def tell_cut(finish: str, most: int) -> None:
+    """Say on stderr that an answer was cut by its length."""
+    if finish == "length":
+        output.note(f"The answer was cut at {most:,} tokens: --max-new-tokens N allows more.")
 
 
 def cited_text(citations: Sequence[CitedDocument]) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import client, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.ask import show
+from offload_decode.cli.ask import show, tell_cut
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.errors import sentence
 from offload_decode.cli.limits import AskOptions, open_engine
@@ -108,6 +108,10 @@ class Transcript:
 
         return self.engine.pieces(generated())
 
+    def tell_cut(self) -> None:
+        """Say whether the last answer was cut by its length."""
+        tell_cut(self.engine.finish, self.max_new_tokens)
+
     @property
     def length(self) -> int:
         return self.engine.length - self.engine.prefix.length
@@ -182,6 +186,7 @@ class RemoteTranscript:
     name: str
     wanted: AnswerOptions
     turns: list[dict[str, str]] = field(default_factory=list)  # messages
+    finish: str = ""
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer; if interrupted, the part that arrived stays."""
@@ -192,6 +197,11 @@ class RemoteTranscript:
                 self.turns = [*messages, message]
             message["content"] = answer.text
             yield piece
+        self.finish = answer.finish
+
+    def tell_cut(self) -> None:
+        """Say whether the last answer was cut by its length."""
+        tell_cut(self.finish, self.wanted.max_new_tokens)
 
     def reset(self) -> None:
         self.turns = []
@@ -274,6 +284,7 @@ class _Chat:
                 output.note(f"There is no command {command}: /help lists them.")
             case _ if line:
                 show(self.transcript.answer(line))
+                self.transcript.tell_cut()
         return False
 
     def _size(self) -> str:

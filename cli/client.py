@@ -229,6 +229,7 @@ class Server:
         self, name: str, messages: list[Any], wanted: AnswerOptions, answer: ServerAnswer
     ) -> Iterator[str]:
         ours = {"selector": wanted.selector, "options": dict(wanted.options), "citations": wanted.cite}
+        ours["separate_reasoning"] = False  # it is a part of the answer without a server
         with (
             self._failures(),
             self._client.chat.completions.create(

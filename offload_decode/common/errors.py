@@ -61,6 +61,10 @@ class ConfigError(OffloadDecodeError):
     """An option, budget or name that cannot be used."""
 
 
+class ContextEnds(ConfigError):
+    """A question for which, with an answer, the context of the model has no room."""
+
+
 class DoesNotFit(OffloadDecodeError):
     """More memory or disk than there is, or than may be used."""
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.rows import tensor_view
-from offload_decode.common.errors import ConfigError
+from offload_decode.common.errors import ConfigError, ContextEnds
 from offload_decode.engine.citations import PLAIN_QUESTION, PLAIN_TOKENS, Watch, cite, template_length
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
+from offload_decode.hf.positions import trained_length
 from offload_decode.hf.user_cache import cached
 from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
 from offload_decode.models.prompt import Prompt, next_turn
@@ -48,6 +49,8 @@ class Conversation:
         self.tokens: list[int] = []
         # A token that was sampled but not run yet: it goes first in the next forward pass.
         self.pending: list[int] = []
+        # Why the last answer ended: `stop`, or `length` where it was cut.
+        self.finish = "stop"
         # Tokens of a question in one forward pass: fewer take less memory.
         self.pass_tokens = self.selector.pass_tokens
         # Asked before a question of several tokens runs: tokens behind the stored ones, and sequences.
@@ -128,13 +131,29 @@ class Conversation:
             return self.pass_tokens
         return min(self.pass_tokens, self.admit(self.cache.generated_length + tokens, sequences))
 
+    @property
+    def context(self) -> float:
+        """Tokens that this conversation may have, stored ones included: as many as there are positions, and
+        as the model was trained for, where the stored text is not longer already.
+        """
+        most, trained = self.positions.most or math.inf, trained_length(self.loaded.model.config)
+        return min(most, trained) if self.prefix.length < trained else most
+
     def most_new(self, tokens: int, question: int = 0) -> int:
-        """So many tokens of an answer, or fewer where positions end; `question` tokens are run before it."""
-        if self.positions.most is None:
-            return tokens
+        """So many tokens of an answer, or fewer where the context ends; `question` tokens run before it."""
         # The last one is not run.
-        left = self.positions.most - self.length - len(self.pending) - question + 1
-        return max(0, min(tokens, left))
+        left = self.context - self.length - len(self.pending) - question + 1
+        return max(0, int(min(tokens, left)))
+
+    def check_room(self, question: int) -> None:
+        """Raise `ContextEnds` where the context has no room for so many tokens and an answer."""
+        had = self.length + len(self.pending)
+        self.positions.check(had + question)
+        if not self.most_new(1, question):
+            raise ContextEnds(
+                f"the question has {question:,} tokens behind {had:,}, and the context of this model ends at "
+                f"{self.context:,}: ask for less, or begin a new conversation"
+            )
 
     def ask(self, question: str, begun: str = "") -> Tensor:
         """Put a question: logits `[V]` after its last token, or after `begun`, with which the answer is to
@@ -142,7 +161,9 @@ class Conversation:
         """
         with self.step():
             self.selector.reset()
-            return self.run(self.to_run(self.question_tokens(question, begun)))
+            tokens = self.question_tokens(question, begun)
+            self.check_room(len(tokens))
+            return self.run(self.to_run(tokens))
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token or, without a chat template, the next question
@@ -151,10 +172,11 @@ class Conversation:
         max_new_tokens = self.most_new(max_new_tokens)
         sampler, ends, so_far = sampler or Sampler(), self.end_tokens, self.tokens + self.pending
         processors = Processors(self.loaded.model, self.loaded.tokenizer, so_far, ends, max_new_tokens)
-        answer = self.answer_end()
+        answer, self.finish = self.answer_end(), "length"
         for step in range(max_new_tokens):
             token = int(sampler(processors(logits)[None]))
             if token in ends:
+                self.finish = "stop"
                 break
             self.pending = [token]
             so_far.append(token)
@@ -165,6 +187,7 @@ class Conversation:
                     "are written at the same time a fork each (Engine.fork)"
                 )
             if answer.reached or processors.append(token):
+                self.finish = "stop"
                 break
             if step + 1 < max_new_tokens:
                 with self.step():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from offload_decode.common.errors import ModelError, TextRefused
@@ -269,10 +270,11 @@ def next_turn(tokenizer: Any) -> str:
     return "" if getattr(tokenizer, "chat_template", None) else f"\n{_PLAIN_ASK}"
 
 
-def prompt_for(tokenizer: Any, known: str = "") -> Prompt:
+def prompt_for(tokenizer: Any, known: str = "", options: Mapping[str, Any] = MappingProxyType({})) -> Prompt:
     """The tokenizer's chat template split around the corpus, or a plain form for models without one.
 
-    With `known`, the tokenizer's hash, how they are joined is kept in the user's cache.
+    With `known`, the tokenizer's hash, how they are joined is kept in the user's cache. `options`: variables
+    of the template, such as `enable_thinking`.
     """
     join = _known_join(tokenizer, known) if known else _join_of(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
@@ -282,9 +284,9 @@ def prompt_for(tokenizer: Any, known: str = "") -> Prompt:
 
     try:
         try:
-            return _chat(tokenizer, join, lambda text: text)
+            return _chat(tokenizer, join, lambda text: text, options)
         except (TemplateRefuses, ValueError, IndexError):
-            return _chat(tokenizer, join, lambda text: [{"type": "text", "text": text}])
+            return _chat(tokenizer, join, lambda text: [{"type": "text", "text": text}], options)
     except (TemplateRefuses, ValueError, IndexError) as error:
         raise ModelError(
             "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
@@ -293,13 +295,13 @@ def prompt_for(tokenizer: Any, known: str = "") -> Prompt:
         ) from error
 
 
-def _chat(tokenizer: Any, join: Join, content: Callable[[str], Any]) -> Prompt:
+def _chat(tokenizer: Any, join: Join, content: Callable[[str], Any], options: Mapping[str, Any]) -> Prompt:
     """A chat template split around the corpus, where `content` is how it takes a text."""
 
     def written(*texts: str) -> str:
         roles = ("user", "assistant", "user")
         turns = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=False)]
-        return rendered(tokenizer, turns, add_generation_prompt=True)
+        return rendered(tokenizer, turns, add_generation_prompt=True, **options)
 
     asked = _CORPUS + join.gap + _QUESTION
     before, after = written(asked).split(asked)

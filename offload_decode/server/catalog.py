@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unicodedata import normalize
 
 from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
@@ -69,7 +70,7 @@ class Entry:
     @classmethod
     def of(cls, manifest: Manifest, path: Path, **more: Any) -> Entry:
         """A store under the name of its folder."""
-        name, model = readable(path.name.removesuffix(SUFFIX)), manifest.model_id
+        name, model = readable(normalize("NFC", path.name.removesuffix(SUFFIX))), manifest.model_id
         how = manifest.dtype, manifest.weights, manifest.scaled
         note = Trained(**manifest.trained or {}).note(manifest.n_tokens)
         return cls(name, path, model, *how, manifest.n_tokens, note=note, **more)
@@ -173,7 +174,7 @@ class Catalog:
 
     def entry(self, name: str) -> Entry:
         """The entry of a name; a model may also be called by its whole id. Raises `NoSuchName`."""
-        if found := self._named.get(name):
+        if found := self._named.get(normalize("NFC", name)):
             return found
         names = [entry.name for entry in self._entries]
         more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""

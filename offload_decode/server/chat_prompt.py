@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from inspect import signature
 from itertools import chain, groupby
 from os.path import commonprefix
 from typing import Any, cast
@@ -27,6 +28,7 @@ from offload_decode.models.prompt import (
     encode_after,
     encode_first,
     opening_of,
+    prompt_for,
     rendered,
     special_tokens,
 )
@@ -61,14 +63,15 @@ def chat_tokens(
     tools: Tools | None = None,
     answer_tokens: AnswerTokens | None = None,
     scope: str = "",
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of messages, ready for the answer; where the assistant speaks last, for the rest of it.
 
     Nothing can stand before a stored corpus: behind one, a system message stands ahead of the user's next
-    message, and tools are described ahead of the first question. `scope` is that of `AnswerTokens`. Raises
-    `WrongField`.
+    message, and tools are described ahead of the first question. `scope` is that of `AnswerTokens`, `options`
+    are variables of the template. Raises `WrongField`.
     """
-    read, prompt = read_messages(messages), loaded.prompt
+    read, prompt = read_messages(messages), prompt_with(loaded, stored, options or {})
     known: Known = answer_tokens.of(scope, read) if answer_tokens else []
     called = any(message.calls or message.role == "tool" for message in read)
     if prompt.template == "plain":
@@ -76,7 +79,7 @@ def chat_tokens(
             raise WrongField("this model has no chat template, and so it knows no tools", "tools")
         ahead = " "
     else:
-        template = Template(loaded.known_tokenizer)
+        template = Template(loaded.known_tokenizer, options)
         described = template.tools_text(tools) if tools else ""
         if (tools and not described) or (called and not template.writes_calls()):
             raise WrongField("the chat template of this model knows no tools", "tools")
@@ -92,6 +95,31 @@ def chat_tokens(
     if called:
         return _encoded(loaded, stored, _behind(prompt, template, turns, known))
     return _encoded(loaded, stored, _framed(prompt, turns, known, stored, ahead))
+
+
+def prompt_with(loaded: LoadedModel, stored: bool, options: Mapping[str, Any]) -> Prompt:
+    """The prompt of a model with variables of its chat template. Raises `WrongField` for those that are none,
+    and behind a store for what would change the opening that was stored with it.
+    """
+    if not options:
+        return loaded.prompt
+    tokenizer = loaded.known_tokenizer
+    if own := {*signature(tokenizer.apply_chat_template).parameters} & {*options}:
+        raise WrongField(
+            f"{min(own)} is no variable of a chat template: leave it out", "chat_template_kwargs"
+        )
+    try:
+        prompt = prompt_for(tokenizer, loaded.tokenizer_hash, options)
+    except ModelError as error:
+        raise WrongField(
+            "the chat template of this model fails with these variables", "chat_template_kwargs"
+        ) from error
+    if stored and prompt.before != loaded.prompt.before:
+        changed = "these variables change how the prompt begins, which is stored with the corpus"
+        raise WrongField(
+            f"{changed}: leave them out, or ask the model without a corpus", "chat_template_kwargs"
+        )
+    return prompt
 
 
 def completion_tokens(loaded: LoadedModel, stored: bool, prompt: str | Sequence[int]) -> list[int]:
@@ -250,8 +278,8 @@ class Template:
     are broken up.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
+        self._tokenizer, self._options = tokenizer, options or {}
         self._special = special_tokens(tokenizer) or re.compile("(?!)")  # which is found nowhere
         # Templates of models that see pictures may take a list of parts alone, and write nothing of a text.
         self._in_parts = False
@@ -271,6 +299,7 @@ class Template:
                 tools=self._broken(tools) or None,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
+                **self._options,
             )
         except (TemplateRefuses, ModelError) as error:
             reason = " ".join(str(error).split())[:200]

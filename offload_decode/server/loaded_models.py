@@ -84,6 +84,7 @@ class LoadedModels:
         self._models: OrderedDict[ModelKey, Future[LoadedModel]] = OrderedDict()
         # Until when (by `time.monotonic`) one that has answered nobody yet keeps its place.
         self._unused: dict[ModelKey, float] = {}
+        self._since: dict[ModelKey, float] = {}  # when its loading began
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._loader = ThreadPoolExecutor(1, "loader")
@@ -150,7 +151,10 @@ class LoadedModels:
             key = self._model_key(entry)
             found = self._loading(key)
             if not found.done():
-                raise Loading(f"the model of '{entry.name}' is being loaded: try again in a moment", 2)
+                since = time.monotonic() - self._since[key]
+                raise Loading(
+                    f"the model of '{entry.name}' has been loading for {since:.0f} s: try again soon", 2
+                )
             self._unused.pop(key, None)
             if found.exception() is not None:
                 del self._models[key]  # the next request tries again
@@ -208,6 +212,7 @@ class LoadedModels:
                 raise Loading("another model is being loaded: try again in a moment", 5)
             self._drop(oldest)
         self._unused[key] = math.inf
+        self._since[key] = time.monotonic()
         self._models[key] = self._loader.submit(self._load, key)
         return self._models[key]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
@@ -9,6 +10,7 @@ from offload_decode.common.files import parse
 from offload_decode.server.requests import ToolCall, WrongField
 
 SEPARATOR = "\n\n"  # between consecutive messages of one role
+_ROLES = {"developer": "system", "function": "tool"}
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Message:
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages from a client, consecutive ones of a role joined; `developer` is `system`.
 
-    Raises `WrongField` for a message without content, for calls that are not the assistant's, and where there
-    is no message of the user.
+    Raises `WrongField` for a message of the user or the system without content, for calls that are not the
+    assistant's, and where there is no message of the user.
     """
     each = [_read(f"messages[{number}]", message) for number, message in enumerate(messages)]
     # Some clients send an empty message in place of the answer to come.
@@ -76,13 +78,29 @@ def answer_object(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 
 def _read(where: str, message: Mapping[str, Any]) -> Message:
-    calls, content = message.get("tool_calls") or (), message.get("content")
-    if calls and message["role"] != "assistant":
-        raise WrongField(f"{where} has tool_calls, which only the assistant makes", "messages")
-    if content is None and not calls:
-        raise WrongField(f"{where} has no content: give a text, or a list of text parts", "messages")
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-    role = "system" if message["role"] == "developer" else message["role"]
+    calls, role = message.get("tool_calls") or (), _ROLES.get(message["role"], message["role"])
     functions = [(call.get("id", ""), call["function"]) for call in calls]
-    read = tuple(ToolCall(id, function["name"], function["arguments"]) for id, function in functions)
-    return Message(role, text, read, message.get("tool_call_id") or "")
+    if (older := message.get("function_call")) is not None:
+        functions.append((_id_of(older["name"]), older))
+    if functions and role != "assistant":
+        raise WrongField(f"{where} has calls, which only the assistant makes", "messages")
+    content = message.get("content")
+    if content is None:
+        content = message.get("refusal")
+    if content is None and role not in ("assistant", "tool"):
+        raise WrongField(f"{where} has no content: give a text, or a list of text parts", "messages")
+    parts = (
+        [content]
+        if isinstance(content, str)
+        else [one.get("text", one.get("refusal")) for one in content or ()]
+    )
+    read = tuple(ToolCall(id, one["name"], one.get("arguments") or "{}") for id, one in functions)
+    answers = (
+        _id_of(message.get("name") or "") if message["role"] == "function" else message.get("tool_call_id")
+    )
+    return Message(role, "".join(parts), read, answers or "")
+
+
+def _id_of(name: str) -> str:
+    """Of a call in OpenAI's older form, which has none: nine letters and digits, as some templates want."""
+    return sha256(name.encode(errors="replace")).hexdigest()[:9]

@@ -16,11 +16,12 @@ from offload_decode.types import CitedDocument, StepStats
 class Generation:
     """How an answer is written.
 
-    max_tokens: None for as many as there is room for. temperature: 0 takes the likeliest token.
-    top_logprobs: None for no log-probabilities; 0 for those of the tokens that were taken; k for the k
-    likeliest too. stop: strings that end the answer and are not part of it. logit_bias: added to the logit
-    of a token id. grammar: what `server.grammar` holds an answer to (`{"json_schema": …}`, `{"json_object":
-    true}`, `{"regex": …}`, `{"lark": …}`), None for nothing. ignore_end: go on past end tokens.
+    max_tokens: None for the server's default, below 0 for as many as there is room for. temperature: 0 takes
+    the likeliest token. top_logprobs: None for no log-probabilities; 0 for those of the tokens that were
+    taken; k for the k likeliest too. stop: strings that end the answer and are not part of it. logit_bias:
+    added to the logit of a token id. grammar: what `server.grammar` holds an answer to (`{"json_schema": …}`,
+    `{"json_object": true}`, `{"regex": …}`, `{"lark": …}`), None for nothing. ignore_end: go on past end
+    tokens.
     """
 
     max_tokens: int | None = None
@@ -111,12 +112,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Delta:
-    """More of answer `index`: `text` may be empty; `calls` come whole, without their own text."""
+    """More of answer `index`: `text` may be empty; `calls` come whole, without their own text; `reasoning`
+    goes before all text.
+    """
 
     index: int
     text: str
     tokens: tuple[Scored, ...]
     calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class WrittenAnswer:
     tokens: list[Scored] = field(default_factory=list)
     finish: Literal["stop", "length", "tool_calls"] = "stop"
     calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
 
 
 @dataclass
@@ -175,11 +180,12 @@ class AnsweredRequest:
         match event:
             case Prompted(_, scores):
                 self.scores = scores
-            case Delta(index, text, tokens, calls):
+            case Delta(index, text, tokens, calls, reasoning):
                 one = self.answers.setdefault(index, WrittenAnswer())
                 one.text += text
                 one.tokens += tokens
                 one.calls += calls
+                one.reasoning += reasoning
             case Ended(index, finish):
                 self.answers.setdefault(index, WrittenAnswer()).finish = finish
             case Done():

@@ -3,20 +3,29 @@ store is opened first, longer: an event loop calls them in a thread.
 """
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from offload_decode.planning.sizes import generated_bytes
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.chat_prompt import chat_tokens, completion_tokens, keep_answer, text_tokens
+from offload_decode.server.chat_prompt import (
+    chat_tokens,
+    completion_tokens,
+    keep_answer,
+    prompt_with,
+    text_tokens,
+)
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.loaded_models import LoadedModels, Releases, Target
 from offload_decode.server.matching import Matcher
 from offload_decode.server.messages import answer_object
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.prefix_cache import AnswerTokens, PrefixCache
+from offload_decode.server.reasoning import marks_reasoning, reasoning_apart
 from offload_decode.server.requests import (
     AnsweredRequest,
     AskOptions,
@@ -40,11 +49,15 @@ take hundreds of bytes of memory for each, before anybody can count the tokens.
 
 @dataclass(frozen=True)
 class ChatRequest(AskOptions):
-    """A conversation whose next message is asked for, in the fields of OpenAI's API."""
+    """A conversation whose next message is asked for, in the fields of OpenAI's API. template_options: of
+    the chat template, its variables. separate_reasoning: tell a model's reasoning apart from its answer.
+    """
 
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    separate_reasoning: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,15 +103,19 @@ class Service:
             choice = choice_of(loaded, asked.tools, asked.tool_choice, asked.generation.grammar)
             tools = asked.tools if choice else None
             self._check_letters(_letters(asked.messages) + _letters(tools or ()))
-            tokens = chat_tokens(loaded, stored, asked.messages, tools, self.answer_tokens, scope)
+            options = asked.template_options
+            tokens = chat_tokens(loaded, stored, asked.messages, tools, self.answer_tokens, scope, options)
             keep = partial(keep_answer, loaded, asked.messages, answer_tokens=self.answer_tokens, scope=scope)
             emit = _recorded(emit, keep)
-            if choice is None:
-                return self._submit(asked, target, tokens, emit)
-            emit = calls_apart(emit, choice.form, choice.names)
-            if choice.grammar is not None:
-                asked = replace(asked, generation=replace(asked.generation, grammar=choice.grammar))
-            return self._submit(asked, target, tokens, emit, shown=choice.shown)
+            more: dict[str, Any] = {}
+            if choice is not None:
+                emit, more["shown"] = calls_apart(emit, choice.form, choice.names), choice.shown
+                if choice.grammar is not None:
+                    asked = replace(asked, generation=replace(asked.generation, grammar=choice.grammar))
+            free = asked.generation.grammar is None and asked.messages[-1]["role"] != "assistant"
+            if asked.separate_reasoning and free and marks_reasoning(loaded):
+                emit = reasoning_apart(emit, prompt_with(loaded, stored, options))
+            return self._submit(asked, target, tokens, emit, **more)
 
     def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
         """Ask for the continuation of a text; its events go to `emit`. Raises as `chat`."""
@@ -194,13 +211,30 @@ class Service:
         self, asked: AskOptions, target: Target, tokens: Sequence[int], emit: Emit, **more: Any
     ) -> Ticket:
         wanted, settings = asked.generation, self.settings
-        if wanted.max_tokens is None:
-            wanted = replace(wanted, max_tokens=settings.max_tokens)
+        wanted = replace(wanted, max_tokens=self._room(target, len(tokens), asked))
         check_generation(target.loaded, wanted)
-        shared = {field.name: getattr(asked, field.name) for field in fields(AskOptions)}
+        shared = {one.name: getattr(asked, one.name) for one in fields(AskOptions)}
         shared["deadline_s"] = min(asked.deadline_s or settings.deadline_s, settings.deadline_s)
         request = Request(**{**shared, "generation": wanted}, tokens=tuple(tokens), **more)
         return self.scheduler.submit(request, target, emit)
+
+    def _room(self, target: Target, prompt: int, asked: AskOptions) -> int:
+        """How many tokens an answer may have: what was asked for, as far as the context and the memory for
+        answers go. Raises `ContextEnds` where the context ends in the prompt.
+        """
+        loaded, wanted = target.loaded, asked.generation.max_tokens
+        if wanted is None:
+            wanted = self.settings.max_tokens
+        if wanted:
+            target.start.check_room(prompt)
+        most = target.start.most_new(sys.maxsize if wanted < 0 else wanted, prompt)
+        while (
+            most > 1
+            and asked.n * generated_bytes(loaded.shape, prompt + most, loaded.dtype)
+            > self.settings.running_bytes
+        ):
+            most //= 2
+        return most
 
     def _close(self, name: str) -> None:
         self.loaded_models.forget(name)

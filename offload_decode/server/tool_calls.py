@@ -8,7 +8,7 @@ import secrets
 import string
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload_decode.models.loading import LoadedModel
@@ -133,7 +133,7 @@ def calls_apart(emit: Emit, form: Form, names: frozenset[str]) -> Emit:
     def pass_on(event: Event) -> None:
         if isinstance(event, Delta):
             text, calls = parsers[event.index].push(event.text)
-            event = Delta(event.index, text, event.tokens, calls)
+            event = replace(event, text=text, calls=calls)
         elif isinstance(event, Ended):
             text, calls = parsers[event.index].rest()
             if text or calls:
@@ -184,6 +184,10 @@ def choice_of(
     shown = {token: text for token, (text, special) in marks.items() if special}
     grammar = schema = None
     if not chosen and text_grammar is not None:
+        if not {"json_schema", "json_object"} & {*text_grammar}:
+            raise WrongField(
+                "beside tools an answer is held to JSON alone: leave tools or the format out", "tools"
+            )
         schema = text_grammar.get("json_schema", {"type": "object"})
         check_grammar(loaded, {"json_schema": schema})
     if chosen or schema is not None:

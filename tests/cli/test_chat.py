@@ -29,16 +29,19 @@ def answers(store: Path) -> list[str]:
     return ["".join(engine.stream(question, 5)).strip() for question in TURNS]
 
 
+CUT = "The answer was cut at 5 tokens: --max-new-tokens N allows more.\n"
+
+
 def test_it_remembers_until_it_is_reset(store):
     one, two, _ = answers(store)
     ran = talk(store, "one", "", "two", "/reset", "one", "/exit", "never")
-    assert (ran.code, ran.out, ran.err) == (0, f"{one}\n{two}\n{one}\n", "")
+    assert (ran.code, ran.out, ran.err) == (0, f"{one}\n{two}\n{one}\n", 3 * CUT)
 
 
 def test_it_goes_on_after_a_line_that_is_not_utf8(store):
     args = ["chat", store, "--max-new-tokens", "2"]
     ran = run(*args, stdin=b"caf\xe9\n/reset\nafter\n")
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err) == (0, 2 * CUT.replace("5", "2"))
     assert ran.out == run(*args, stdin="caf\ufffd\n/reset\nafter\n").out
 
 
@@ -212,7 +215,7 @@ def test_an_error_at_a_terminal_keeps_the_conversation(store, saved, monkeypatch
     talk = Transcript(Engine.open(store), 5, Sampler())
     at_terminal(monkeypatch, talk, "one", f"/load {saved.parent / 'no'}", "two")
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[1].startswith("error: cannot read")
+    assert any(line.startswith("error: cannot read") for line in captured.err.splitlines())
     assert captured.out.split("\n")[:2] == answers(store)[:2]
     assert len(talk.turns) == 2
 

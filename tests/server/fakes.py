@@ -76,8 +76,8 @@ class FakeService:
     catalog has two names: `book`, a store, and `tiny`, its model, which is in memory.
 
     `fault` is raised when something is asked; `early` and `late` are what a request fails with before and
-    after its first token; `calls` are made after the text; `pace_s` is the time between tokens, `wait_s` that
-    before the first event.
+    after its first token; `reasoning` goes before the text and `calls` are made after it; `pace_s` is the
+    time between tokens, `wait_s` that before the first event.
     """
 
     def __init__(self, settings: Settings | None = None):
@@ -93,6 +93,7 @@ class FakeService:
         self.tickets: list[Ticket] = []
         self.fault: Exception | None = None
         self.calls: tuple[ToolCall, ...] = ()
+        self.reasoning = ""
         self.early: Exception | None = None
         self.late: Exception | None = None
         self.pace_s = self.wait_s = 0.0
@@ -137,6 +138,7 @@ class FakeService:
         ticket = Ticket(asked)
         self.tickets.append(ticket)
         most = asked.generation.max_tokens
+        most = None if most == -1 else most
         threading.Thread(target=self._answer, args=(ticket, text[:most], len(text), prompt, emit)).start()
         return ticket
 
@@ -163,6 +165,8 @@ class FakeService:
             )
         yield Prompted(Usage(STORED + len(prompt), STORED), scores)
         for index in range(asked.n):
+            if self.reasoning:
+                yield Delta(index, "", (), reasoning=self.reasoning)
             for sign in text:
                 yield Delta(index, sign, (Scored(ord(sign)) if top is None else scored(ord(sign), top),))
                 if self.late is not None:

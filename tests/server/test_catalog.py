@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from unicodedata import normalize
 
 import pytest
 
@@ -121,6 +122,15 @@ def test_unknown_names_are_refused_with_the_known_ones(opened, shelf):
         assert "3 more" in str(raised.value)
         assert len(str(raised.value)) < 500
         assert str(raised.value).isprintable()
+
+
+def test_a_name_is_found_however_its_letters_are_composed(opened, shelf):
+    one, other = normalize("NFC", "café"), normalize("NFD", "café")
+    make_store(shelf / f"{other}.kv")
+    catalog = opened(shelf)
+    assert catalog.entry(one) is catalog.entry(other)
+    assert catalog.entry(one).name == one
+    assert catalog.entry(one).path == shelf / f"{other}.kv"
 
 
 def test_a_missing_folder_of_stores_is_refused(shelf):

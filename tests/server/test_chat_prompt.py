@@ -59,6 +59,7 @@ class Fake:
     def __init__(self, kind="byte level", template=None):
         self.known_tokenizer = tokenizer_of(kind, "added", template)
         self.prompt = prompt_for(self.known_tokenizer)
+        self.tokenizer_hash = ""
         self.model = self
 
     def get_input_embeddings(self):
@@ -301,6 +302,59 @@ def test_a_template_may_name_the_day():
     messages = [user("Where?"), called("look"), answered("Here.")]
     text = loaded.text(chat_tokens(loaded, True, messages))
     assert text.startswith(f"{loaded.prompt.gap[1]}Where?[assistant]<call>")
+
+
+def test_older_and_partial_forms_of_messages_are_read():
+    call = {"id": "call0", "type": "function", "function": {"name": "look", "arguments": ""}}
+    older = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}
+    read = read_messages(
+        [
+            user("Who?"),
+            {"role": "assistant", "content": None},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            user("Why?"),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call0", "content": None},
+            older,
+            {"role": "function", "name": "look", "content": "It is."},
+        ]
+    )
+    assert [one.role for one in read] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+    ]
+    assert (read[1].text, read[3].calls[0].arguments, read[4].text) == ("No.", "{}", "")
+    assert read[6].answers == read[5].calls[0].id
+
+
+THINKS = CHAT.replace(
+    "add_generation_prompt %}", "add_generation_prompt %}{{ '(no)' if enable_thinking is false }}"
+)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_variables_of_the_template_stand_where_it_puts_them(stored):
+    loaded = Fake(template=THINKS)
+    plain = chat_tokens(loaded, stored, [user("Who?")])
+    without = chat_tokens(loaded, stored, [user("Who?")], options={"enable_thinking": False})
+    assert loaded.text(without) != loaded.text(plain)
+    assert loaded.text(without).replace("(no)", "") == loaded.text(plain)
+
+
+def test_variables_that_change_what_is_stored_are_refused_behind_a_store():
+    loaded = Fake(template="{{ reasoning_effort }}" + CHAT)
+    given = {"options": {"reasoning_effort": "high"}}
+    assert "high" in loaded.text(chat_tokens(loaded, False, [user("Who?")], **given))
+    with pytest.raises(WrongField, match="ask the model without a corpus"):
+        chat_tokens(loaded, True, [user("Who?")], **given)
+    for name in ("chat_template", "tokenize", "conversation"):
+        with pytest.raises(WrongField, match="no variable of a chat template"):
+            chat_tokens(loaded, False, [user("Who?")], options={name: "x"})
 
 
 WRONG = [

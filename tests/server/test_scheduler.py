@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from offload_decode.common.errors import ConfigError, StoreDamaged
+from offload_decode.common.errors import ConfigError, ContextEnds, StoreDamaged
 from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
 from offload_decode.server.requests import Busy, Delta, Ended, Generation, Prompted, TimedOut, TooLarge
@@ -323,6 +323,28 @@ def test_a_failed_request_emits_no_more_events(service, monkeypatch):
     assert isinstance(listener.all().error, ValueError)
     assert ask(service, question="Why?", tokens=1).all().error is None  # steps go on
     assert listener.events.empty()
+
+
+@pytest.mark.parametrize("most", [-1, 1_000_000])
+def test_an_answer_of_any_length_is_as_long_as_there_is_room_for(serve, most):
+    service = serve(running_bytes=300_000)
+    heard = ask(service, tokens=most, generation=Generation(max_tokens=most, ignore_end=True)).all()
+    assert heard.error is None
+    assert heard.answers[0].finish == "length"
+    assert 0 < heard.usage.completion < 4096
+
+
+def test_reasoning_is_told_apart_where_the_template_begins_it(service):
+    tokenizer = service.loaded_models.model(service.catalog.entry("model")).known_tokenizer
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}<think>{# </think> #}"
+    whole = ask(service, "model").all()
+    apart = ask(service, "model", separate_reasoning=True).all()
+    assert (apart.text, apart.answers[0].reasoning) == ("", whole.text.strip())
+
+
+def test_a_prompt_that_fills_the_context_is_refused(service):
+    with pytest.raises(ContextEnds, match="ends at 4,096"):
+        ask(service, question="a" * 5000)
 
 
 def test_logits_of_a_question_that_runs_whole_count_as_memory(serve):

@@ -4,11 +4,12 @@ replies with their usage and cost as OpenAI's API has them.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast, get_args
 from uuid import uuid4
@@ -17,7 +18,7 @@ from anyio.to_thread import run_sync
 from fastapi import Depends, Request
 from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, model_validator
 
 from offload_decode.common.files import without_surrogates
 from offload_decode.server.http.streaming import DONE, Reply
@@ -29,6 +30,7 @@ from offload_decode.server.requests import (
     Scored,
     Settings,
     WrittenAnswer,
+    WrongField,
 )
 from offload_decode.server.service import Service
 from offload_decode.types import CitedDocument, StepStats
@@ -43,8 +45,8 @@ MOST_TOP = 20
 LEAST_LOGPROB = -9999.0
 """Of a token that cannot come, as OpenAI has it: JSON knows no infinity."""
 _MOST_NAMES = 256
-_unknown_fields = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
-"""Those that were logged, and those of OpenAI's API that need no line in the log."""
+_logged = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+"""What was logged, and the fields of OpenAI's API that need no line in the log."""
 
 M = TypeVar("M", bound=BaseModel)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -77,9 +79,7 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _log_unknown(self) -> Body:
         for name in self.__pydantic_extra__ or {}:
-            if name not in _unknown_fields and len(_unknown_fields) < _MOST_NAMES:
-                _unknown_fields.add(name)
-                LOG.info("the field %.80r of a request is not known here, and is ignored", name)
+            log_once(name, "the field %.80r of a request is not known here, and is ignored", name)
         return self
 
 
@@ -89,6 +89,32 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {_without_surrogates(name): _without_surrogates(one) for name, one in value.items()}
     return [*map(_without_surrogates, value)] if isinstance(value, list) else value
+
+
+def log_once(what: str, sentence: str, *fields: object) -> None:
+    """Log what a request says that is not known here, where `what` was not logged before."""
+    if what not in _logged and len(_logged) < _MOST_NAMES:
+        _logged.add(what)
+        LOG.info(sentence, *fields)
+
+
+def by_type(*types: str | None) -> Discriminator:
+    """Tells members of a list by their `type`: whether it is `listed` among these, or one of the `rest`."""
+
+    def kind(member: Any) -> str:
+        type = member.get("type") if isinstance(member, dict) else getattr(member, "type", None)
+        return "listed" if type in types else "rest"
+
+    return Discriminator(kind)
+
+
+class StructuredOutputs(Body):
+    """vLLM's form of what an answer is held to: one of these."""
+
+    schema_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[Short] | None = Field(None, min_length=1, max_length=1024, fail_fast=True)
+    grammar: str | None = None
 
 
 class StreamOptions(Body):
@@ -107,7 +133,7 @@ class AskBody(Body):
     model: Name
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     selector: OptionName | None = None
     options: dict[OptionName, Option] = Field({}, max_length=64)
     deadline: float | None = Field(None, ge=0.001, le=86_400)
@@ -117,6 +143,8 @@ class AskBody(Body):
         """The fields of `AskOptions`; `more` are those of `Generation` that each route names differently."""
         temperature = settings.temperature if self.temperature is None else self.temperature
         top_p = settings.top_p if self.top_p is None else self.top_p
+        if top_p == 0:  # the fewest tokens: the likeliest
+            temperature, top_p = 0.0, 1.0
         return {
             "id": id,
             "model": self.model,
@@ -133,13 +161,18 @@ class AnswerBody(AskBody):
 
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
-    max_tokens: int | None = Field(None, ge=0, le=MOST_TOKENS)
+    max_tokens: int | None = Field(None, ge=-1, le=MOST_TOKENS)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Short | Annotated[list[Short], Field(max_length=16)] | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[BiasedToken, Bias] | None = Field(None, max_length=1024)
     ignore_eos: bool = False
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[Short] | None = Field(None, min_length=1, max_length=1024, fail_fast=True)
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def answers(self) -> int:
@@ -148,6 +181,7 @@ class AnswerBody(AskBody):
 
     def ask_options(self, settings: Settings, id: str, **more: Any) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        more["grammar"] = self._held_to(more.get("grammar"))
         more |= {
             "seed": None if self.seed is None else self.seed % 2**63,
             "stop": tuple(filter(None, stop)),
@@ -158,12 +192,42 @@ class AnswerBody(AskBody):
         }
         return super().ask_options(settings, id, **more) | {"n": self.answers}
 
+    def _held_to(self, form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """The grammar of the answer: that of a `response_format`, or what vLLM's fields say."""
+        own = self.structured_outputs or StructuredOutputs.model_validate({})
+        if self.guided_grammar is not None or own.grammar is not None:
+            raise WrongField(
+                "grammars are not taken: give a schema, a regular expression or choices", "grammar"
+            )
+        schemas = [one for one in (self.guided_json, own.schema_) if one is not None]
+        regexes = [one for one in (self.guided_regex, own.regex) if one is not None]
+        choices = [one for one in (self.guided_choice, own.choice) if one is not None]
+        found: list[Mapping[str, Any]] = [] if form is None else [form]
+        found += [{"json_schema": _parsed(one)} for one in schemas] + [{"regex": one} for one in regexes]
+        found += [
+            {"lark": "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in one)}
+            for one in choices
+        ]
+        if len(found) > 1:
+            raise WrongField("an answer is held to one format: give one of them", "response_format")
+        return found[0] if found else None
+
+
+def _parsed(schema: dict[str, Any] | str) -> Any:
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise WrongField("guided_json is no JSON", "guided_json") from error
+
 
 class Cost(BaseModel):
-    """What was asked for by `citations`: what an answer attended to, and what it cost."""
+    """What was asked for by `citations`: what an answer attended to, and what it cost. `warnings`: what was
+    not done as it was asked for, in whole answers and in the last chunk with usage or cost.
+    """
 
     citations: list[CitedDocument] | None = None
     stats: StepStats | None = None
+    warnings: list[str] | None = None
 
 
 async def _service_of(request: Request) -> Service:
@@ -206,6 +270,7 @@ class AnswerReply(Reply, ABC):
         self._pieces = partial(service.pieces, body.model)
         self._fields = {"id": id, "created": int(time.time()), "model": body.model}
         self._body, self._requests, self._cost = body, requests, dict[str, Any]()
+        self._warned: dict[str, Any] = {}
         self._usage = body.stream_options is not None and body.stream_options.include_usage
         self.answered: defaultdict[int, AnsweredRequest] = defaultdict(AnsweredRequest)
 
@@ -229,6 +294,7 @@ class AnswerReply(Reply, ABC):
         if isinstance(event, Done):
             self.collect(part, event)
             last = self._cost | ({"usage": self._total()} if self._usage else {})
+            last |= self._warned if last else {}
             if last and len(self.answered) == self._requests:
                 yield make(self.part, "object", **shared | last, choices=[])
 
@@ -238,7 +304,7 @@ class AnswerReply(Reply, ABC):
             for part, request in sorted(self.answered.items())
             for index, one in sorted(request.answers.items())
         ]
-        fields = self._fields | self._cost
+        fields = self._fields | self._cost | self._warned
         return make(self.answer, "object", **fields, choices=choices, usage=self._total())
 
     async def texts(self, tokens: Sequence[Scored]) -> dict[int, str]:

@@ -17,7 +17,7 @@ from openai.types.chat.chat_completion_chunk import Choice as Part
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as PartLogprobs
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, Tag
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
@@ -27,6 +27,9 @@ from offload_decode.server.http.answers import (
     AppService,
     Body,
     Cost,
+    Option,
+    OptionName,
+    by_type,
     finite,
     new_id,
 )
@@ -46,7 +49,12 @@ from offload_decode.server.requests import (
 from offload_decode.server.service import ChatRequest, Service
 
 MOST_MESSAGES = 4096
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MOST_TOOLS = 128
+BEHIND = (
+    "the system message stands behind the stored corpus, ahead of the user's: nothing can precede a corpus"
+)
+_BESIDE = {"name", "description", "strict", "schema"}  # what OpenAI has beside a schema
 
 
 class TextPart(Body):
@@ -56,11 +64,23 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """What an assistant said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[
+    Annotated[RefusalPart, Tag("listed")] | Annotated[TextPart, Tag("rest")], by_type("refusal")
+]
+
+
 class CalledFunction(Body):
-    """The name of a tool, and its arguments as JSON."""
+    """The name of a tool, and its arguments as JSON; empty where it was called without any."""
 
     name: str
-    arguments: str
+    arguments: str | None
 
 
 class ToolCall(Body):
@@ -72,35 +92,41 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of a conversation. `content` may be left out where an assistant calls tools."""
+    """A message of a conversation. `content` may be left out by an assistant and by tools. `function_call`,
+    and the role `function` of what came of it, are OpenAI's older form of calls.
+    """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    refusal: str | None = None
+    name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, fail_fast=True)
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
-class SimpleFormat(Body):
-    """No format at all, or some JSON object."""
+class Format(Body):
+    """No format at all, some JSON object, or JSON of a schema. The schema stands in `json_schema.schema`, as
+    OpenAI has it, or where other servers have it: in `schema`, or itself in `json_schema`.
+    """
 
-    type: Literal["text", "json_object"]
-
-
-class Schema(Body):
-    """A JSON schema, with a name."""
-
+    type: Literal["text", "json_object", "json_schema"]
     name: str = ""
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: dict[str, Any] | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
-
-class SchemaFormat(Body):
-    """JSON of a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: Schema
+    @property
+    def schema_given(self) -> dict[str, Any] | None:
+        """The schema, wherever it stands."""
+        if self.schema_ is not None or self.json_schema is None:
+            return self.schema_
+        own = self.json_schema.get("schema")
+        if isinstance(own, dict):
+            return own
+        return {key: value for key, value in self.json_schema.items() if key not in _BESIDE} or None
 
 
 class Function(Body):
@@ -122,13 +148,15 @@ class ChatBody(AnswerBody):
     """What is asked of `/v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=-1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
-    response_format: Annotated[SimpleFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: Format | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[OptionName, Option] | None = Field(None, max_length=64)
+    separate_reasoning: bool = True
 
 
 class ChatAnswer(ChatCompletion, Cost):
@@ -156,6 +184,8 @@ def router() -> APIRouter:
 def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
     """The request as the service takes it."""
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if most == 0:
+        raise WrongField("max_tokens: 0 leaves no room for an answer: give 1 or more", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise WrongField("top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
@@ -165,7 +195,16 @@ def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
         messages=plain(body.messages),
         tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
         tool_choice=body.tool_choice,
+        template_options={**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})},
+        separate_reasoning=body.separate_reasoning,
     )
+
+
+def template_options(effort: str | None) -> dict[str, Any]:
+    """An effort as chat templates know it: some have a variable for it, some one that turns thinking off."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -173,11 +212,18 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_unset=True) for message in messages]
 
 
-def json_grammar(form: SimpleFormat | SchemaFormat | None) -> dict[str, Any] | None:
-    """A `response_format` as `Generation.grammar`."""
-    if isinstance(form, SchemaFormat):
-        return {"json_schema": form.json_schema.json_schema}
-    return {"json_object": True} if form is not None and form.type == "json_object" else None
+def json_grammar(form: Format | None, param: str = "response_format") -> dict[str, Any] | None:
+    """A `response_format` as `Generation.grammar`. Raises `WrongField`."""
+    if form is None:
+        return None
+    schema = form.schema_given
+    if form.type == "text" and schema is not None:
+        raise WrongField("a schema needs the type 'json_schema', not 'text'", param)
+    if form.type == "json_schema" and schema is None:
+        raise WrongField("there is no schema: give it as json_schema.schema", param)
+    if schema is not None:
+        return {"json_schema": schema}
+    return {"json_object": True} if form.type == "json_object" else None
 
 
 class ChatReply(AnswerReply):
@@ -189,12 +235,17 @@ class ChatReply(AnswerReply):
         super().__init__(service, body, id)
         self._answers, self._logprobs = body.answers, bool(body.logprobs)
         self._n_calls: Counter[int] = Counter()  # of each answer so far
+        system = any(message.role in ("system", "developer") for message in body.messages)
+        if system and any(one.path for one in service.catalog.entries() if one.name == body.model):
+            self._warned = {"warnings": [BEHIND]}
 
     async def choice(self, part: int, index: int, one: WrittenAnswer) -> Choice:
         known = ChoiceLogprobs(content=await self._scores(one.tokens)) if self._logprobs else None
         written = {"refusal": None, **answer_object(one.text, one.calls)}
         if one.calls and not one.text:
             written["content"] = None
+        if one.reasoning:
+            written["reasoning_content"] = one.reasoning
         message = ChatCompletionMessage.model_validate(written)
         return Choice(index=index, message=message, finish_reason=one.finish, logprobs=known)
 
@@ -204,9 +255,15 @@ class ChatReply(AnswerReply):
                 for index in range(self._answers):
                     delta = ChoiceDelta(role="assistant", content="")
                     yield Part(index=index, delta=delta, finish_reason=None)
-            case Delta(index, text, tokens, calls) if text or calls or (self._logprobs and tokens):
+            case Delta(index, text, tokens, calls, thought) if (
+                text or calls or thought or (self._logprobs and tokens)
+            ):
                 known = PartLogprobs(content=await self._scores(tokens)) if self._logprobs else None
-                delta = ChoiceDelta(content=text)
+                delta = ChoiceDelta(content=None if thought and not text else text)
+                if thought:
+                    delta = ChoiceDelta.model_validate(
+                        {**delta.model_dump(exclude_unset=True), "reasoning_content": thought}
+                    )
                 if calls:
                     delta.tool_calls = [
                         ChoiceDeltaToolCall.model_validate({"index": number, **call_object(call)})

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offload_decode.common.errors import (
     BucketError,
     ConfigError,
+    ContextEnds,
     CorpusError,
     DoesNotFit,
     NotCompiled,
@@ -73,6 +74,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
 _KINDS: Mapping[type, tuple[int, str | None]] = {
     **dict.fromkeys((ConfigError, UnknownIndex, NotCompiled, CorpusError), (400, None)),
+    ContextEnds: (400, "context_length_exceeded"),
     ReadOnly: (403, "read_only"),
     NoSuchName: (404, "model_not_found"),
     StoreNotFound: (404, "model_not_found"),
@@ -209,7 +211,8 @@ def router() -> APIRouter:
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _SENTENCES = {
     400: "the body cannot be read",
-    404: "there is nothing at this address",
+    404: "there is nothing at this address: /v1/chat/completions, /v1/completions and /v1/responses answer, "
+    "/v1/models tells of whom, and /openapi.json lists all",
     405: "this address does not take that method",
 }
 
@@ -256,6 +259,8 @@ def add_handlers(app: FastAPI) -> None:
     async def status(request: Request, error: HTTPException) -> Response:
         methods = {"Allow": allowed(request)} if error.status_code == 405 else {}
         message = _SENTENCES.get(error.status_code, str(error.detail))
+        if error.status_code == 404 and request.url.path.endswith("/embeddings"):
+            message = "embeddings are not made here: this server answers questions, at /v1/chat/completions"
         return Refusal(error.status_code, message, **{**(error.headers or {}), **methods})
 
     @app.exception_handler(ClientDisconnect)

@@ -2,6 +2,8 @@
 openai's own types.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from openai.types import responses as openai
 from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints, Tag, model_validator
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
@@ -20,17 +22,22 @@ from offload_decode.server.http.answers import (
     AskBody,
     Body,
     Cost,
+    Short,
+    by_type,
     cost,
+    log_once,
     make,
     new_id,
 )
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
+    Effort,
+    Format,
     Function,
-    Schema,
-    SimpleFormat,
+    RefusalPart,
     json_grammar,
+    template_options,
 )
 from offload_decode.server.http.errors import STREAMED, Refusal
 from offload_decode.server.http.streaming import Reply, respond
@@ -52,13 +59,16 @@ class ContentPart(Body):
     text: str
 
 
-Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
+AnyPart = Annotated[
+    Annotated[RefusalPart, Tag("listed")] | Annotated[ContentPart, Tag("rest")], by_type("refusal")
+]
+Content = str | Annotated[list[AnyPart], Field(fail_fast=True)]
 
 
 class Item(Body):
-    """A message, a call that the model made, or what came of one. Reasoning is passed over."""
+    """A message, a call that the model made, or what came of one. Items of other types are passed over."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None
     call_id: str | None = None
@@ -67,16 +77,16 @@ class Item(Body):
     output: Content | None = None
 
 
-class NamedSchema(Schema):
-    """JSON of a schema, which stands beside its type here."""
+class Reasoning(Body):
+    """How much the model thinks before it answers."""
 
-    type: Literal["json_schema"]
+    effort: Effort | None = None
 
 
 class TextConfig(Body):
     """What the text of the answer must be."""
 
-    format: Annotated[SimpleFormat | NamedSchema, Field(discriminator="type")] | None = None
+    format: Format | None = None
 
 
 class FlatTool(Function):
@@ -85,16 +95,40 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
+class OtherKind(BaseModel):
+    """A tool or an item of a type that is not read here, such as `web_search`. It is passed over."""
+
+    type: Short
+
+    @model_validator(mode="after")
+    def _log(self) -> OtherKind:
+        log_once(
+            f"a {self.type:.80}",
+            "tools and items of the type %.80r are not known here, and are passed over",
+            self.type,
+        )
+        return self
+
+
+Other = Annotated[OtherKind, Tag("rest")]
+AnyItem = Annotated[
+    Annotated[Item, Tag("listed")] | Other,
+    by_type(None, "message", "function_call", "function_call_output"),
+]
+AnyTool = Annotated[Annotated[FlatTool, Tag("listed")] | Other, by_type("function")]
+
+
 class ResponsesBody(AskBody):
     """What is asked of `/v1/responses`."""
 
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    input: str | Annotated[list[AnyItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: Annotated[str, StringConstraints(max_length=128)] | None = None
     store: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    max_output_tokens: int | None = Field(None, ge=-1, le=MOST_TOKENS)
     text: TextConfig | None = None
-    tools: list[FlatTool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
+    reasoning: Reasoning | None = None
+    tools: list[AnyTool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | openai.ToolChoiceFunctionParam | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
@@ -140,6 +174,8 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
     """What is new in this request, as messages of a chat."""
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for number, item in enumerate(items):
+        if isinstance(item, OtherKind):
+            continue
         match item.type:
             case "message" if item.role is not None:
                 yield {"role": item.role, "content": _text(item.content)}
@@ -148,23 +184,27 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
                 yield {"role": "assistant", "content": None, "tool_calls": [call]}
             case "function_call_output":
                 yield {"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}
-            case "reasoning":
-                pass
             case _:
                 place = f"input[{number}]"
                 raise WrongField(f"{place} is a {item.type} that lacks what makes one", place)
 
 
-def _text(content: str | list[ContentPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or [])
+def _text(content: Content | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text if isinstance(part, ContentPart) else part.refusal for part in content or [])
+
+
+def _functions(body: ResponsesBody) -> list[FlatTool]:
+    return [tool for tool in body.tools or () if isinstance(tool, FlatTool)]
 
 
 def _chat_request(settings: Settings, body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatRequest:
     """The same, of a chat. Instructions are of this turn alone, as OpenAI has it."""
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     form = None if body.text is None else body.text.format
-    grammar = {"json_schema": form.json_schema} if isinstance(form, NamedSchema) else json_grammar(form)
-    functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools or ()]
+    grammar = json_grammar(form, "text.format")
+    functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in _functions(body)]
     chosen: Any = body.tool_choice
     if isinstance(chosen, dict):
         chosen = {"type": "function", "function": {"name": chosen["name"]}}
@@ -173,6 +213,8 @@ def _chat_request(settings: Settings, body: ResponsesBody, messages: list[dict[s
         messages=[*system, *messages],
         tools=[{"type": "function", "function": function} for function in functions] or None,
         tool_choice=chosen,
+        template_options=template_options(None if body.reasoning is None else body.reasoning.effort),
+        separate_reasoning=True,
     )
 
 
@@ -185,9 +227,15 @@ def _echoed(body: ResponsesBody) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "parallel_tool_calls": True,
         "tool_choice": body.tool_choice or "auto",
-        "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in body.tools or []],
-        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
+        "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in _functions(body)],
+        "text": {"format": _echoed_format(form)},
     }
+
+
+def _echoed_format(form: Format | None) -> dict[str, Any]:
+    if form is None or form.type != "json_schema":
+        return {"type": "text" if form is None else form.type}
+    return {"type": form.type, "name": form.name, "schema": form.schema_given}
 
 
 class ResponseReply(Reply):

@@ -93,7 +93,7 @@ def test_chunks_have_openais_fields(url):
         *(({"prompt": wrong}, "prompt") for wrong in ([], [[]], [-1], ["a", 1], ["a"] * 129)),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        *(({"max_tokens": wrong}, "max_tokens") for wrong in (0, -1)),
+        *(({"max_tokens": wrong}, "max_tokens") for wrong in (0, -2)),
         *(({"logprobs": wrong}, "logprobs") for wrong in (21, -1)),
         ({"prompt": ["a", "b"], "citations": True}, "citations"),
     ],

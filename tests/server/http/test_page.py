@@ -107,6 +107,25 @@ def test_an_answer_says_what_it_attended_to_and_what_it_cost(page, service):
     assert service.tickets[0].asked.cite
 
 
+def test_an_address_opens_the_corpus_that_it_names(opened, url):
+    page = opened(f"{url}/#tiny")
+    expect(page.get_by_label("Corpus")).to_have_value("tiny")
+    page.evaluate("location.hash = '#book'")
+    expect(page.get_by_label("Corpus")).to_have_value("book")
+    for unknown in ("none", "%ff"):
+        expect(opened(f"{url}/#{unknown}").get_by_label("Corpus")).to_have_value("book")
+
+
+def test_an_answer_that_was_cut_by_its_length_is_marked(page):
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill("3")
+    turn = _ask(page, ASKED)
+    expect(turn).to_have_class(re.compile(r"\bcut\b"))
+    expect(turn.locator(".state")).to_contain_text("cut off at its most tokens")
+    mark = turn.locator(".text").evaluate("text => getComputedStyle(text, '::after').content")
+    assert "■" in mark
+
+
 def test_a_conversation_goes_on_until_a_new_one_begins(page, service):
     _ask(page, "one")
     _ask(page, "two")

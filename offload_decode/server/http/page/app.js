@@ -34,7 +34,7 @@ async function made(error) {
 }
 
 function show(found) {
-  const before = at("corpus").value || decodeURIComponent(location.hash.slice(1));
+  const before = known.size ? at("corpus").value : linked();
   known = new Map(found.map((model) => [model.id, model]));
   const groups = [
     ["Corpora", found.filter((model) => model.parent)],
@@ -52,6 +52,21 @@ function show(found) {
   at("corpus").disabled = !found.length;
   describe();
 }
+
+/** The name that the address ends in, which a link to a corpus has. */
+function linked() {
+  try {
+    return decodeURIComponent(location.hash.slice(1)).normalize("NFC");
+  } catch {
+    return ""; // no name is spelled so
+  }
+}
+
+addEventListener("hashchange", () => {
+  if (!known.has(linked()) || linked() === at("corpus").value) return;
+  at("corpus").value = linked();
+  at("corpus").dispatchEvent(new Event("change"));
+});
 
 function describe() {
   const model = known.get(at("corpus").value);
@@ -86,6 +101,7 @@ function asked(turn) {
     { role: "assistant", content: one.answer },
   ]);
   const wanted = { model: turn.model.id, messages: [...messages, { role: "user", content: turn.question }] };
+  wanted.separate_reasoning = false;
   if (at("most").value) wanted.max_completion_tokens = Number(at("most").value);
   if (at("temperature").value) wanted.temperature = Number(at("temperature").value);
   if (at("budget").value && turn.model.parent) wanted.options = { budget: at("budget").value };
@@ -126,7 +142,8 @@ async function answer(turn, signal) {
     cut ||= choice?.finish_reason === "length";
     for (const part of ["usage", "stats", "citations"]) last[part] = chunk[part] ?? last[part];
   }
-  turn.end(cut ? "The answer was cut off at its most tokens." : turn.answer.trim() ? "" : "The answer is empty.");
+  turn.element.classList.toggle("cut", cut);
+  turn.end(cut ? "The answer was cut off at its most tokens: ask for more in the settings, or to go on." : turn.answer.trim() ? "" : "The answer is empty.");
   turn.tell(last, turn.model.parent);
   const first = last.citations?.[0];
   const most = first && turn.model.parent ? ` It attended most to ${first.name}.` : "";

@@ -1,0 +1,165 @@
+"""Requests as clients and other servers write them: each is honoured, or refused with the way out."""
+
+import httpx
+import pytest
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+ASKED = [{"role": "user", "content": "Who?"}]
+
+
+def asked(service, url, route="chat/completions", **body):
+    body = {"model": "book", **({"messages": ASKED} if route[0] == "c" else {"input": "Who?"}), **body}
+    answer = httpx.post(f"{url}/v1/{route}", json=body)
+    assert answer.status_code == 200, answer.text
+    return service.tickets[-1].asked
+
+
+def refused(url, route="chat/completions", **body):
+    body = {"model": "book", **({"messages": ASKED} if route[0] == "c" else {"input": "Who?"}), **body}
+    answer = httpx.post(f"{url}/v1/{route}", json=body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}},
+        {"type": "json_schema", "json_schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"name": "person", **SCHEMA}},
+        {"type": "json_schema", "name": "person", "schema": SCHEMA},
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+    ],
+)
+def test_a_schema_is_kept_wherever_it_stands(form, service, url):
+    assert asked(service, url, response_format=form).generation.grammar == {"json_schema": SCHEMA}
+    assert asked(service, url, "responses", text={"format": form}).generation.grammar == {
+        "json_schema": SCHEMA
+    }
+
+
+def test_a_format_without_its_schema_is_refused(url):
+    for form in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "person"}}):
+        assert "give it as json_schema.schema" in refused(url, response_format=form)
+    assert "needs the type 'json_schema'" in refused(url, response_format={"type": "text", "schema": SCHEMA})
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_what_vllm_holds_answers_to(route, service, url):
+    more = {} if route[1] == "h" else {"prompt": "Who?"}
+    held = {
+        "json": (SCHEMA, {"json_schema": SCHEMA}),
+        "regex": ("[ab]+", {"regex": "[ab]+"}),
+        "choice": (["yes", 'no "never"'], {"lark": 'start: "yes" | "no \\"never\\""'}),
+    }
+    for name, (value, grammar) in held.items():
+        assert asked(service, url, route, **more, **{f"guided_{name}": value}).generation.grammar == grammar
+        assert (
+            asked(service, url, route, **more, structured_outputs={name: value}).generation.grammar == grammar
+        )
+    assert "give one of them" in refused(url, route, **more, guided_regex="a", guided_choice=["a"])
+    assert "grammars are not taken" in refused(url, route, **more, guided_grammar="root ::= a")
+
+
+def test_history_as_clients_send_it(service, url):
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": ""}}
+    history = [
+        *ASKED,
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": None},
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}},
+        {"role": "function", "name": "look", "content": "It is."},
+        *ASKED,
+    ]
+    assert asked(service, url, messages=history).messages == history
+
+
+def test_a_most_of_any_size_is_for_the_service_to_cut(service, url):
+    for most in (-1, 1_000_000):
+        assert asked(service, url, max_tokens=most).generation.max_tokens == most
+        assert asked(service, url, max_completion_tokens=most).generation.max_tokens == most
+        assert asked(service, url, "completions", prompt="a", max_tokens=most).generation.max_tokens == most
+        assert asked(service, url, "responses", max_output_tokens=most).generation.max_tokens == most
+
+
+def test_a_system_message_behind_a_corpus_is_warned_of(url):
+    def warnings(model, messages):
+        body = {"model": model, "messages": messages}
+        return httpx.post(f"{url}/v1/chat/completions", json=body).json().get("warnings")
+
+    system = [{"role": "system", "content": "Be brief."}, *ASKED]
+    assert "stands behind the stored corpus" in warnings("book", system)[0]
+    assert warnings("book", ASKED) is warnings("tiny", system) is None
+
+
+def test_a_top_p_of_0_takes_the_likeliest_token(service, url):
+    generation = asked(service, url, top_p=0, temperature=1).generation
+    assert (generation.temperature, generation.top_p) == (0.0, 1.0)
+
+
+def test_variables_of_the_template_reach_the_service(service, url):
+    given = asked(service, url, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert given.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert asked(service, url, reasoning_effort="none").template_options["enable_thinking"] is False
+    assert asked(service, url, "responses", reasoning={"effort": "high"}).template_options == {
+        "reasoning_effort": "high"
+    }
+
+
+def test_reasoning_has_a_field_of_its_own(service, client):
+    service.reasoning = "It was Ada."
+    whole = client.chat.completions.create(model="book", messages=ASKED).choices[0].message
+    assert (whole.reasoning_content, whole.content) == ("It was Ada.", "Who?")
+    parts = [
+        part.choices[0].delta
+        for part in client.chat.completions.create(model="book", messages=ASKED, stream=True)
+    ]
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "It was Ada."
+    assert "".join(part.content or "" for part in parts) == "Who?"
+    assert service.tickets[-1].asked.separate_reasoning
+    assert client.responses.create(model="book", input="Who?").output_text == "Who?"
+
+
+def test_responses_pass_over_what_only_openai_has_and_name_it_once(service, url, caplog):
+    caplog.set_level("INFO", logger="offload_decode.server")
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Who?"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"},
+        {"type": "local_shell_call", "call_id": "b", "action": {"command": ["ls"]}, "status": "completed"},
+        {"type": "function_call", "call_id": "a", "name": "shell", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "ok"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ada."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "And now?"}]},
+    ]
+    tools = [
+        {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}},
+        {"type": "local_shell"},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+    ]
+    codex = {"store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k"}
+    for _ in range(2):
+        given = asked(service, url, "responses", input=items, tools=tools, tool_choice="auto", **codex)
+    assert [one["role"] for one in given.messages] == [
+        "developer",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]
+    assert [tool["function"]["name"] for tool in given.tools] == ["shell"]
+    for type in ("reasoning", "local_shell_call", "local_shell", "web_search", "custom"):
+        assert sum(f"of the type '{type}'" in line for line in caplog.messages) == 1
+
+
+def test_embeddings_and_unknown_addresses_say_what_is_served(url):
+    answer = httpx.post(f"{url}/v1/embeddings", json={"model": "book", "input": "a"})
+    assert answer.status_code == 404
+    assert "embeddings are not made here" in answer.json()["error"]["message"]
+    assert "/v1/chat/completions" in httpx.get(f"{url}/v1/no/such").json()["error"]["message"]
