@@ -165,7 +165,9 @@ def _differences(manifest: Manifest, asked: str) -> Iterator[str]:
     """How a store differs from one of exact attention, and of the weights that it is `asked` with."""
     method = manifest.prefill["method"]
     given = [
-        f"{name}={value}" for name, value in manifest.prefill.items() if name not in ("method", "weights")
+        f"{name}={value}"
+        for name, value in manifest.prefill.items()
+        if name not in ("method", "weights", "system")
     ]
     parts = [f"prefilled with {method} ({', '.join(given)})"] if method != "dense" else []
     parts += [f"{kind} are {form}" for kind, form in manifest.kv.items() if manifest.encoding(kind)]

@@ -57,6 +57,13 @@ class StoreOptions:
         ),
     ] = None
     rope: opts.Rope = ""
+    system: Annotated[
+        str | None,
+        option(
+            "TEXT",
+            "System message before the corpus, '' for an empty one.  [default: the chat template's own]",
+        ),
+    ] = None
     query_samples: Annotated[
         int, option("N", "Prefill queries to keep for each KV head, to tune indexes with.", min=1)
     ] = 1024
@@ -68,7 +75,7 @@ class StoreOptions:
 
         follow = None if self.context is None else token_count(self.context)
         options = split_pairs(self.options or [])
-        return Settings(self.method, options, self.query_samples, self.kv, follow, self.rope)
+        return Settings(self.method, options, self.query_samples, self.kv, follow, self.rope, self.system)
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,10 @@ class Extremes:
 
     def check(self, layers: list[int], extremes: NDArray[np.float32]) -> None:
         """Raise `ModelError` with the first layer whose numbers are not finite."""
-        finite = np.isfinite(extremes).all(axis=1)
-        if finite.all():
+        broken = [layer for layer, own in zip(layers, extremes, strict=True) if not np.isfinite(own).all()]
+        if not broken:
             return
-        first = min(layer for layer, fine in zip(layers, finite, strict=True) if not fine)
+        first = min(broken)
         where = f"layer {first}" if first < len(self._layers) else "what follows the last layer"
         if damaged := next(_damaged(self._loaded.model), None):
             why = f"the weight {damaged} holds NaN or infinity, so fetch the checkpoint again"

@@ -17,7 +17,7 @@ from offload_decode.hf.compat import device_room
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.hf.rope_scaling import parse_rope
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.prompt import Prompt
+from offload_decode.models.prompt import Prompt, with_system
 from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
@@ -47,7 +47,8 @@ class Settings:
     `chunk=auto`: on a GPU as many tokens as fit, the default where results do not depend on it), the prefill
     queries to keep for each KV head, how keys and values are stored (`auto`, `int8` or `int4-values`), and
     the most tokens that will follow, which a model's rotation may depend on (`hf.positions`; None: what
-    `Lengths.chosen` takes), and how the RoPE of the model is scaled for longer texts (`hf.rope_scaling`).
+    `Lengths.chosen` takes), how the RoPE of the model is scaled for longer texts (`hf.rope_scaling`), and the
+    system message before the corpus (None: the chat template's own).
     """
 
     method: str = "dense"
@@ -56,6 +57,7 @@ class Settings:
     kv: str = "auto"
     context: int | None = None
     rope: str = ""
+    system: str | None = None
 
     def __post_init__(self) -> None:
         kv_encodings(self.kv)  # mistakes show before the model is loaded
@@ -213,7 +215,10 @@ def prepare(
     have named another day. Raises `ConfigError` for settings that the model cannot be prefilled with, and
     `CorpusError` where the tokenizer fails on all documents.
     """
-    prompt = loaded.prompt.opened((place.header() or {}).get("opening"))
+    prompt = loaded.prompt
+    if settings.system is not None:
+        prompt = with_system(loaded.tokenizer, prompt, settings.system)
+    prompt = prompt.opened((place.header() or {}).get("opening"))
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
         tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, texts)
@@ -292,8 +297,10 @@ def _planned(
         seam=len(tokens) // method.options.chunk * method.options.chunk,
         prefill={"method": method.name, **asdict(method.options)}
         | ({} if loaded.weights == "auto" else {"weights": loaded.weights})
-        | ({"rope": loaded.scaled} if loaded.scaled else {}),
-        **({} if prompt is None else {"template": prompt.template, "opening": prompt.before}),
+        | ({"rope": loaded.scaled} if loaded.scaled else {})
+        | ({} if settings.system is None else {"system": settings.system}),
+        template="plain" if prompt is None else prompt.template,
+        opening=None if prompt is None else prompt.before,
     )
     return Work(tokens, documents, manifest, method, skipped, chosen=settings.chunk is None)
 

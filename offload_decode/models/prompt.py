@@ -9,13 +9,14 @@ before it), so a piece is encoded behind an anchor, a letter whose tokens are th
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from offload_decode.common.errors import ModelError, TextRefused
+from offload_decode.common.errors import ConfigError, ModelError, TextRefused
 from offload_decode.common.files import without_surrogates
 from offload_decode.common.memory import is_out_of_memory
 from offload_decode.hf.user_cache import cached
@@ -284,9 +285,9 @@ def prompt_for(tokenizer: Any, known: str = "", options: Mapping[str, Any] = Map
 
     try:
         try:
-            return _chat(tokenizer, join, lambda text: text, options)
+            return _chat(tokenizer, join, str, options)
         except (TemplateRefuses, ValueError, IndexError):
-            return _chat(tokenizer, join, lambda text: [{"type": "text", "text": text}], options)
+            return _chat(tokenizer, join, _in_parts, options)
     except (TemplateRefuses, ValueError, IndexError) as error:
         raise ModelError(
             "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
@@ -295,19 +296,48 @@ def prompt_for(tokenizer: Any, known: str = "", options: Mapping[str, Any] = Map
         ) from error
 
 
-def _chat(tokenizer: Any, join: Join, content: Callable[[str], Any], options: Mapping[str, Any]) -> Prompt:
-    """A chat template split around the corpus, where `content` is how it takes a text."""
+def _in_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _chat(
+    tokenizer: Any,
+    join: Join,
+    content: Callable[[str], Any],
+    options: Mapping[str, Any],
+    system: str | None = None,
+) -> Prompt:
+    """A chat template split around the corpus, where `content` is how it takes a text; with a `system`
+    message, or the template's own where it is None.
+    """
+    first = [] if system is None else [{"role": "system", "content": content(system)}]
 
     def written(*texts: str) -> str:
         roles = ("user", "assistant", "user")
         turns = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=False)]
-        return rendered(tokenizer, turns, add_generation_prompt=True, **options)
+        return rendered(tokenizer, [*first, *turns], add_generation_prompt=True, **options)
 
     asked = _CORPUS + join.gap + _QUESTION
     before, after = written(asked).split(asked)
     turn, again = written(asked, _ANSWER, _NEXT).split(_ANSWER)[1].split(_NEXT)
     trims = f" \n{asked}" not in written(f" \n{asked}")
     return Prompt("chat", (), before, join, "", after, turn, again, trims)
+
+
+def with_system(tokenizer: Any, prompt: Prompt, system: str) -> Prompt:
+    """The prompt with a system message before the corpus, in place of the template's own. Raises
+    `ConfigError` where the template has no place for one there.
+    """
+    found = None
+    if prompt.template == "chat":
+        for content in (str, _in_parts):
+            with suppress(TemplateRefuses, ValueError, IndexError):
+                found = found or _chat(tokenizer, prompt.join, content, {}, system)
+    if found is None or system.strip() not in found.before or replace(found, before=prompt.before) != prompt:
+        raise ConfigError(
+            "this model's template has no place for a system message before the corpus: leave it out"
+        )
+    return found
 
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:

@@ -214,9 +214,9 @@ class Manifest:
     """What was prefilled, with which model, and how.
 
     There is no time in it, so that two prefills of one corpus are the same bytes.
-    `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped
-    the numbers: `weights`, where they were quantized for the prefill (`int8` or `int4`), and `rope`, where
-    it was scaled (`yarn:4`).
+    `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped the
+    numbers: `weights`, where they were quantized for the prefill (`int8` or `int4`), `rope`, where it was
+    scaled (`yarn:4`), and `system`, a message before the corpus.
     `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
     `FINGERPRINT_VERSION`.
     `template` is "chat" where the tokens open a chat template, else "plain". `opening` is what the template

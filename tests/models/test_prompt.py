@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from offload_decode.common.errors import ModelError
+from offload_decode.common.errors import ConfigError, ModelError
 from offload_decode.engine.engine import Engine
 from offload_decode.models.fingerprints import tokenizer_hash
 from offload_decode.models.loading import load, wrap
@@ -30,6 +30,7 @@ from offload_decode.models.prompt import (
     encode_text,
     prompt_for,
     rendered,
+    with_system,
 )
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.job import prefill_texts
@@ -269,6 +270,30 @@ def test_a_template_writes_what_the_library_writes():
     known = with_template(SAYS)
     for messages in (ASKED, [{"role": "user", "content": "x" * 1_000_000}]):
         assert rendered(known, messages) == known.apply_chat_template(messages, tokenize=False)
+
+
+def test_a_system_message_stands_before_the_corpus_and_changes_nothing_else():
+    tokenizer = tokenizer_of("byte level", "added", CHAT)
+    plain = prompt_for(tokenizer)
+    for text in ("Be brief.", ""):
+        given = with_system(tokenizer, plain, text)
+        assert given == replace(plain, before=f"<s>[system]{text}[user]")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT,
+        CHAT.replace("messages %}[", "messages if m.role != 'system' %}["),
+        CHAT.replace("[assistant]", "[assistant]{% if messages[0].role == 'system' %}!{% endif %}"),
+    ],
+    ids=["no template", "refused", "left out", "elsewhere too"],
+)
+def test_a_system_message_that_cannot_stand_there_is_refused(template):
+    tokenizer = tokenizer_of("byte level", "added", template)
+    with pytest.raises(ConfigError, match="no place for a system message"):
+        with_system(tokenizer, prompt_for(tokenizer), "Be brief.")
 
 
 @pytest.mark.parametrize(

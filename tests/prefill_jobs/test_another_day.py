@@ -136,3 +136,19 @@ def test_what_is_cited_and_matched_leaves_out_the_opening_of_that_day(on, tmp_pa
     found = Matcher(0).match(loaded, [{"role": "user", "content": f"{text}\n\nWho?"}], [entry])
     assert found is not None
     assert found[1] == [{"role": "user", "content": "Who?"}]
+
+
+def test_a_store_keeps_its_system_message_and_another_one_is_refused(on, tmp_path):
+    loaded, brief = on(BEFORE), replace(SETTINGS, system="Be brief.")
+    loaded.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
+    prefill_texts(loaded, TEXTS, tmp_path / "store", brief)
+    engine = Engine.open(tmp_path / "store", loaded)
+    opening = "[system]Be brief.[user]"
+    assert engine.decode(engine.store.tokens.tolist()).startswith(f"{opening}Document: a.txt")
+    assert engine.store.manifest.opening == engine.prompt.before == opening
+    assert prefill_texts(loaded, TEXTS, tmp_path / "again", brief).n_tokens == engine.store.manifest.n_tokens
+    place = Place(tmp_path / "store")
+    assert settled(prepare(loaded, TEXTS, brief, place), place)
+    for other in (SETTINGS, replace(SETTINGS, system="Be long.")):
+        with pytest.raises(StoreMismatch, match="of another"):
+            settled(prepare(loaded, TEXTS, other, place), place)
