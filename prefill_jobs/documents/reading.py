@@ -24,7 +24,8 @@ def read_document(name: str, data: bytes) -> Reading:
     else:
         read = encodings.decode(name, data)
         if suffix in _HTML_SUFFIXES:
-            read = Reading(html.visible_text(read.text), read.notes)
+            page = html.read(read.text)
+            read = Reading(page.text, read.notes + page.notes)
     text = without_surrogates(read.text).replace("\r\n", "\n").replace("\r", "\n").strip("\n")
     if not text.strip():
         raise CorpusError("it holds no text")

@@ -23,7 +23,7 @@ from tests.processes import apart
 from tests.tiny import saved_model, tiny_tokenizer
 
 LIGHT = "import sys; import offload_decode.cli.main; print(*sys.modules)"
-HEAVY = {"torch", "transformers", "numpy", "zarr", "faiss", "numba", "rich", "bs4"}
+HEAVY = {"torch", "transformers", "numpy", "zarr", "faiss", "numba", "rich", "lxml"}
 
 
 def test_a_store_that_is_not_there(tmp_path):

@@ -74,7 +74,7 @@ def test_html_is_read_as_a_browser_shows_it(tmp_path: Path) -> None:
         "next & last.",
         "a  b",
         "  c",
-        "1 2",
+        "1\t2",
     ]
 
 
