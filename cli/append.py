@@ -9,7 +9,7 @@ from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
 from offload_decode.cli.options import Folders, argument, option, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import RunOptions, exit_on_failures, skipped_files
+from offload_decode.cli.prefill import RunOptions, document_notes, exit_on_failures, skipped_files
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def append(
 
 def _report_lines(report: AppendReport) -> list[str]:
     lines = [skipped_files(report.skipped)] if report.skipped else []
+    lines += document_notes(report.notes)
     if report.known:
         lines.append(f"in the store already: {output.some(report.known)}")
     if report.kept:

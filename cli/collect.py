@@ -14,7 +14,13 @@ from offload_decode.cli import options as opts
 from offload_decode.cli import output
 from offload_decode.cli.options import Folders, a_path, argument, on_this_machine, option, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import RunOptions, StoreOptions, exit_on_failures, skipped_files
+from offload_decode.cli.prefill import (
+    RunOptions,
+    StoreOptions,
+    document_notes,
+    exit_on_failures,
+    skipped_files,
+)
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -72,6 +78,8 @@ def collect(
         output.answer_json({"collection": out} | asdict(report))
     if report.skipped:
         output.note(skipped_files(tuple(report.skipped)), quiet)
+    for line in document_notes(report.notes):
+        output.note(line, quiet)
     if report.unknown:
         output.note(
             f"the metadata name {output.count(len(report.unknown), 'document')} that the collection does not "

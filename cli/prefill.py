@@ -21,6 +21,7 @@ from offload_decode.common import files
 from offload_decode.config import split_pairs
 
 if TYPE_CHECKING:
+    from offload_decode.prefill_jobs.corpus import Note
     from offload_decode.prefill_jobs.folders import Skipped
     from offload_decode.prefill_jobs.job import PrefillReport, Settings
     from offload_decode.prefill_jobs.many import Results
@@ -154,9 +155,9 @@ def prefill(
 ) -> None:
     """Run a corpus through a model, once.
 
-    Its keys and values are kept on disk. Text, Markdown, reStructuredText, HTML and source code are read;
-    PDF and Word documents too, with the extra 'documents'. In a folder, .gitignore files are honoured, and
-    skipped files are named.
+    Its keys and values are kept on disk. Text, Markdown, source code, HTML, notebooks, messages, EPUB, Word,
+    PowerPoint and OpenDocument files are read; PDF and Excel too, with the extra 'documents'. What is left
+    out of a document is told. In a folder, .gitignore files are honoured, and skipped files are named.
 
     The same command resumes an interrupted prefill, and keeps an existing store of the same tokens, model and
     settings. If one of several corpora fails, or a document of which the tokenizer makes nothing, the others
@@ -241,6 +242,7 @@ def _made(report: PrefillReport) -> str:
         contents += f", resumed after {report.resumed_from:,}"
     contents += f", {output.count(report.documents, 'document')}, {output.size(report.bytes)}"
     lines = [skipped_files(report.skipped)] if report.skipped else []
+    lines += document_notes(report.notes)
     if report.kept:
         contents = f"kept, it is there already: {contents}"
     elif report.seconds:  # else all that was left was to push it
@@ -258,6 +260,13 @@ def _next(report: PrefillReport) -> str:
     if "://" in str(report.store):
         return f"fetch it: offload-decode pull {report.store} STORE"
     return f'ask it something: offload-decode ask {report.store} "…"'
+
+
+def document_notes(notes: Sequence[Note]) -> list[str]:
+    """The first few notes, a line each."""
+    lines = [f"{output.one_line(name)}: {output.one_line(note)}" for name, note in notes[:_SHOWN]]
+    more = len(notes) - _SHOWN
+    return [*lines, f"and {output.count(more, 'note')} more (--json lists them)"] if more > 0 else lines
 
 
 def skipped_files(skipped: tuple[Skipped, ...]) -> str:

@@ -20,7 +20,15 @@ from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.chunks import prefill_chunks
-from offload_decode.prefill_jobs.corpus import TextDocument, check_some, encode_further, headed, read_corpus
+from offload_decode.prefill_jobs.corpus import (
+    Note,
+    TextDocument,
+    check_some,
+    encode_further,
+    headed,
+    notes_on,
+    read_corpus,
+)
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes, extend_indexes, publish_indexes
 from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, memory_errors, prefill_tokens
@@ -55,6 +63,7 @@ class AppendReport:
     known: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     failed: tuple[Skipped, ...] = ()
+    notes: tuple[Note, ...] = ()
     resumed_from: int
     seconds: float
     tokens_per_second: float
@@ -123,7 +132,8 @@ def append_texts(
     with memory_errors():
         report = append_tokens(loaded, tokens, documents, store, progress=progress)
     memory = max(peak.bytes, report.peak_memory)
-    return replace(report, known=known, skipped=skipped, failed=tuple(failed), peak_memory=memory)
+    report = replace(report, skipped=skipped, failed=tuple(failed), notes=notes_on(fresh))
+    return replace(report, known=known, peak_memory=memory)
 
 
 def append_tokens(

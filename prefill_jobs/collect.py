@@ -13,7 +13,7 @@ from offload_decode.collections.words import WORDS, Words
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
 from offload_decode.prefill_jobs.buckets.transfer import Watch
-from offload_decode.prefill_jobs.corpus import TextDocument, nothing_in
+from offload_decode.prefill_jobs.corpus import Note, TextDocument, notes_on, nothing_in
 from offload_decode.prefill_jobs.destinations import Place
 from offload_decode.prefill_jobs.documents.files import read_plain
 from offload_decode.prefill_jobs.documents.reading import read_document
@@ -30,9 +30,9 @@ _LIKE = 'each line is like {"name": "2020/report.txt", "author": "…"}'
 @dataclass
 class CollectReport:
     """What a run did: documents `made` (new or changed) and `kept`; names of those that are `gone` from the
-    folder and were dropped; `failed` ones, which keep the store they had, if any; `skipped` files.
-    `documents` and `tokens` are those of the whole collection now; `unknown`: names in the metadata that the
-    folder does not have; `prefilled` tokens and `seconds` are of this run.
+    folder and were dropped; `failed` ones, which keep the store they had, if any; `skipped` files; `notes` on
+    documents that were made. `documents` and `tokens` are those of the whole collection now; `unknown`: names
+    in the metadata that the folder does not have; `prefilled` tokens and `seconds` are of this run.
     """
 
     made: int = 0
@@ -40,6 +40,7 @@ class CollectReport:
     gone: list[str] = field(default_factory=list)
     failed: list[Skipped] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     documents: int = 0
     tokens: int = 0
@@ -139,16 +140,18 @@ class _Collecting:
             store, entry = store_name(name, sha256), self.changing.journal.entries.get(name)
             if entry and (entry.store != store or not (self.changing.store(store) / ROOT).exists()):
                 entry = None
-            text = "" if entry and store in self.words else read_document(file, data).text
+            known = entry is not None and store in self.words
+            document = TextDocument(name, "") if known else TextDocument(name, *read_document(file, data))
             self.seen[name] = store
             if entry is None:
-                entry = self._made(TextDocument(name, text), sha256, number, total)
+                entry = self._made(document, sha256, number, total)
                 self.report.made += 1
                 self.report.prefilled += entry.tokens
+                self.report.notes += notes_on([document])
             else:
                 self.report.kept += 1
             if store not in self.words:
-                self.words.put(store, f"{name}\n{text}")  # questions name documents
+                self.words.put(store, f"{name}\n{document.text}")  # questions name documents
             self._put(entry)
         except StoreMismatch:  # of the collection as a whole
             raise

@@ -43,6 +43,17 @@ class Encoded(NamedTuple):
     failed: list[Skipped]
 
 
+class Note(NamedTuple):
+    """What was guessed about a document, or left out of it."""
+
+    name: str
+    note: str
+
+
+def notes_on(documents: Sequence[TextDocument]) -> tuple[Note, ...]:
+    return tuple(Note(document.name, note) for document in documents for note in document.notes)
+
+
 def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocument], list[Skipped]]:
     """The documents of a file, of a folder (recursive, by relative path) or of standard input (`-`).
 

@@ -22,7 +22,7 @@ from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
 from offload_decode.prefill_jobs.chunks import prefill_chunks
-from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
+from offload_decode.prefill_jobs.corpus import Note, TextDocument, encode_corpus, notes_on, read_corpus
 from offload_decode.prefill_jobs.destinations import Found, Place, destination_of, same_store
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.methods.base import Method
@@ -116,6 +116,7 @@ class PrefillReport:
     bytes: int
     peak_memory: int
     failed: tuple[Skipped, ...] = ()
+    notes: tuple[Note, ...] = ()
     kept: bool = False
     pushed: Transfer | None = None
     loading: float = 0.0
@@ -133,6 +134,7 @@ class Work:
     method: Method
     skipped: tuple[Skipped, ...]
     failed: tuple[Skipped, ...] = ()
+    notes: tuple[Note, ...] = ()
     peak_memory: int = 0
     chosen: bool = False
 
@@ -224,7 +226,7 @@ def prepare(
         tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, texts)
     give_back()
     work = _planned(loaded, tokens, documents, settings, prompt, skipped)
-    return replace(work, failed=tuple(failed), peak_memory=peak.bytes)
+    return replace(work, failed=tuple(failed), notes=notes_on(texts), peak_memory=peak.bytes)
 
 
 def admit_text(characters: int) -> None:
@@ -330,6 +332,7 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
         n_tokens=total,
         documents=len(work.documents),
         skipped=work.skipped,
+        notes=work.notes,
         resumed_from=resumed_from,
         seconds=seconds,
         tokens_per_second=(total - resumed_from) / seconds,
@@ -346,4 +349,5 @@ def _kept(found: Found, work: Work, store: Path | str) -> PrefillReport:
     same_store(found, work.manifest, work.documents, str(store))
     total = found.manifest.n_tokens
     sizes = total, 0.0, 0.0, found.bytes, own_memory()
-    return PrefillReport(store, total, len(work.documents), work.skipped, *sizes, work.failed)
+    told = work.failed, work.notes
+    return PrefillReport(store, total, len(work.documents), work.skipped, *sizes, *told)

@@ -35,7 +35,7 @@ from offload_decode.kv.indexes import heads_of
 from offload_decode.store.reader import KVStore
 
 if TYPE_CHECKING:
-    from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.corpus import Note, TextDocument
     from offload_decode.prefill_jobs.folders import Skipped
 
 LOG = logging.getLogger("offload_decode.server")
@@ -44,6 +44,8 @@ JOBS, LOCK, RECORD, STAGED = ".jobs", "lock", "job.json", ".partial"
 EXCHANGE = "exchange"
 NICE = 10
 """Answers go first: of a processor that both want, such a process gets one part in ten."""
+MOST_NOTES = 20
+"""On documents, in the result of a job."""
 _LARGEST_RECORD = 64 << 20
 _WAIT_S = 5.0
 
@@ -83,7 +85,8 @@ class Job:
     """A job and how far it came; times in seconds since 1970.
 
     documents: their names, and whether they are text already (`Upload`); the bytes of each are in the file of
-    its number. result: what was made. error: why not.
+    its number. result: what was made, with notes on what was guessed or left out.
+    error: why not.
     """
 
     id: str
@@ -261,9 +264,15 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
 
 
 def _result(report: Any, names: Sequence[str], unread: Sequence[Skipped]) -> dict[str, Any]:
-    """These fields of a report, and all documents that are left out."""
+    """These fields of a report, all documents that are left out, and the first notes on the others."""
     failed = [one._asdict() for one in (*unread, *report.failed)]
-    return {name: getattr(report, name) for name in names} | {"failed": failed}
+    return {name: getattr(report, name) for name in names} | {"failed": failed, "notes": _told(report.notes)}
+
+
+def _told(notes: Sequence[Note]) -> list[str]:
+    """The first notes, a line each."""
+    more = [f"and {len(notes) - MOST_NOTES:,} more"] if len(notes) > MOST_NOTES else []
+    return [f"{name}: {note}" for name, note in notes[:MOST_NOTES]] + more
 
 
 def _texts(folder: Path, job: Job) -> tuple[list[TextDocument], list[Skipped]]:

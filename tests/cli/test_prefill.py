@@ -171,6 +171,31 @@ def test_patterns_choose_files_and_skipped_ones_are_named(home, folder, tmp_path
     assert "link.txt" in [one.name for one in KVStore.open(tmp_path / "f.kv").documents]
 
 
+NOTED = "![plot](data:image/png;base64,iVBORw0KGgo=) text"
+"""Of a Markdown file: something is left out of it."""
+
+
+def test_what_was_left_out_of_documents_is_told(home, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(7):
+        (folder / f"{number}.md").write_text(NOTED)
+    args = ["prefill", folder, "--model", home / "model", "--out", tmp_path / "s.kv", "--json"]
+    for _ in ("made", "kept"):
+        ran = done(*args)
+        told = [line for line in ran.err.splitlines() if "left out" in line]
+        assert told == [f"{number}.md: left out: 1 embedded file" for number in range(5)]
+        assert "\nand 2 notes more (--json lists them)\n" in ran.err
+        notes = json.loads(ran.out)["notes"]
+        assert notes == [{"name": f"{n}.md", "note": "left out: 1 embedded file"} for n in range(7)]
+    several = done("prefill", *folder.glob("[01].md"), "--model", home / "model", "--out", tmp_path / "more/")
+    assert several.err.count("left out: 1 embedded file") == 2
+    (folder / "8.md").write_text(NOTED)
+    told = done("append", tmp_path / "s.kv", folder).err
+    assert told.count("left out") == 1, "those that are there already were told of"
+    assert "8.md: left out: 1 embedded file" in told
+
+
 def test_several_corpora_share_the_rules(home, folder, tmp_path):
     folder = folder.rename(tmp_path / "texts")
     args = ["prefill", folder, home / "corpus.txt", "--model", home / "model", "--glob", "*.md"]

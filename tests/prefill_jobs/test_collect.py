@@ -73,6 +73,12 @@ def held(out: Path) -> dict[str, Path]:
     return stores
 
 
+def test_what_was_left_out_of_a_document_is_told_when_its_store_is_made(maker, texts, out):
+    (texts / "c.md").write_text("![plot](data:image/png;base64,iVBORw0KGgo=) text")
+    assert collect(str(texts), out, maker).notes == [("c.md", "left out: 1 embedded file")]
+    assert collect(str(texts), out, maker).notes == []
+
+
 def test_each_store_is_that_of_a_prefill_of_its_document(maker, texts, out, tmp_path):
     report = collect(str(texts), out, maker)
     assert (counts(report), report.documents) == ((2, 0, 0, 0), 2)

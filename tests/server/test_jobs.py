@@ -239,6 +239,17 @@ def test_a_document_that_fails_is_named_and_the_others_go_on(shelf, tiny, monkey
     assert (added["added"], added["failed"]) == (("more",), failed[1:])
 
 
+def test_the_result_of_a_job_says_what_was_left_out(shelf, tiny):
+    noted = "![plot](data:image/png;base64,iVBORw0KGgo=) text"
+    documents = [Upload(f"{number:02}.md", io.BytesIO(noted.encode())) for number in range(22)]
+    work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), index=False)
+    made, _ = run_here(shelf, work, *documents[:21])
+    assert made["notes"][0] == "00.md: left out: 1 embedded file"
+    assert (len(made["notes"]), made["notes"][-1]) == (21, "and 1 more")
+    appended, _ = run_here(shelf, Work("append", "book", str(shelf / "book.kv"), str(tiny)), documents[21])
+    assert appended["notes"] == ["21.md: left out: 1 embedded file"]
+
+
 def test_a_process_of_its_own_says_why_it_failed(running, shelf):
     picture = Upload("a.gif", io.BytesIO(b"GIF89a\0\0"))
     (failed,) = over(running, running.prefill("book", None, [picture]))
