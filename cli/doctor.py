@@ -22,7 +22,7 @@ from offload_decode.common.memory import total_memory
 PROJECT = "offload-decode"
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr", "accelerate", "gguf")
 OPTIONAL = (
-    *("hnswlib", "triton", "matplotlib", "pypdf", "python-docx", "obstore", "ray"),
+    *("hnswlib", "triton", "matplotlib", "pypdfium2", "openpyxl", "obstore", "ray"),
     *("bitsandbytes", "compressed-tensors"),
 )
 # All of these provide the module `faiss`: at most one may be installed.
