@@ -194,7 +194,7 @@ def show(pieces: Iterable[str]) -> None:
 def tell_cut(finish: str, most: int) -> None:
     """Say on stderr that an answer was cut by its length."""
     if finish == "length":
-        output.note(f"The answer was cut at {most:,} tokens: --max-new-tokens N allows more.")
+        output.note(f"The answer was cut at {output.count(most, 'token')}: --max-new-tokens N allows more.")
 
 
 def cited_text(citations: Sequence[CitedDocument]) -> str:

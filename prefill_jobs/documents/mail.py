@@ -7,7 +7,7 @@ megabyte, and about five times the file in memory.
 
 import re
 from contextlib import suppress
-from email.errors import HeaderParseError
+from email.errors import MessageError
 from email.header import decode_header, make_header
 from email.message import Message
 from email.parser import BytesParser
@@ -33,6 +33,7 @@ def read(data: bytes) -> Reading:
         message = BytesParser().parsebytes(data)
         shown = [(name, value) for name, value in message.raw_items() if name.lower() in _SHOWN]
         shown.sort(key=lambda header: _SHOWN.index(header[0].lower()))
+        headers = "\n".join(f"{name}: {_decoded(value)}" for name, value in shown)
         parts = [part for part in message.walk() if not part.is_multipart()]
         inline = [part for part in parts if part.get_filename() is None]
         plain = [part for part in inline if part.get_content_type() == "text/plain"]
@@ -44,14 +45,13 @@ def read(data: bytes) -> Reading:
     if names:
         more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
         notes[f"left out: attached {', '.join(names[:_MOST_NAMED])}{more}"] = None
-    headers = "\n".join(f"{name}: {_decoded(value)}" for name, value in shown)
     return Reading("\n\n".join([headers, *(text.text.strip() for text in texts)]), tuple(notes))
 
 
 def _decoded(header: str) -> str:
     """The text of a header, as it stands where it names an encoding that there is not."""
     text = header[:_LONGEST_SHOWN].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    with suppress(LookupError, UnicodeError, HeaderParseError):
+    with suppress(LookupError, ValueError, MessageError):
         text = str(make_header(decode_header(text)))
     return " ".join(text.split()) + (" …" if len(header) > _LONGEST_SHOWN else "")
 

@@ -130,6 +130,8 @@ def test_a_message_is_read_once_and_its_attachments_are_named():
     two.set_content("body")
     two.add_attachment("the list's footer", disposition="inline")
     assert read_document("a.eml", bytes(two)).text == "body\n\nthe list's footer"
+    unknown = "Subject: =?u\ufffd8?q?a?= =?none?q?b?=\n\ntext".encode()
+    assert read_document("a.eml", unknown).text == "Subject: =?u\ufffd8?q?a?= =?none?q?b?=\n\ntext"
     page = b"Content-Type: text/html; charset=koi8-r\r\n\r\n<p>" + "день".encode("koi8-r") + b"<p hidden>no"
     assert read_document("a.mht", page).text == "день"
 
