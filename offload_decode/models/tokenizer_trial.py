@@ -138,15 +138,23 @@ def _try(tokenizer: Any, patterns: list[str]) -> None:
     tokenizer.no_padding()  # callers pad and cut as they ask for it
     tokenizer.no_truncation()
     repeated = (one * (1 + 256 // len(one)) for one in [*_LETTERS, *patterns])
+    failure: BaseException | None = None
+    worked = False
     for text in [_MIXED[:8], _MIXED, *repeated, _MIXED * 32]:
         try:
             ids = tokenizer.encode(text).ids
             decoded = tokenizer.decode(ids, skip_special_tokens=False)
-        except Exception:  # noqa: BLE001 - a letter that it does not know: its text is refused by name
+        except MemoryError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a text that it fails on is refused by name, later
+            failure = error
             continue
+        worked = True
         _compare("tokens", len(ids), "bytes", len(text.encode()))
         letters = sum(len(tokenizer.id_to_token(one) or "") for one in ids)
         _compare("letters", len(decoded), "letters of tokens", letters)
+    if failure is not None and not worked:
+        raise failure
 
 
 def _compare(what: str, made: int, of: str, given: int) -> None:

@@ -13,6 +13,7 @@ from offload_decode.prefill_jobs.job import prefill_texts
 from tests.families import config_of
 from tests.tiny import served_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*the model was trained for")
 TEXT = "The lamp burns low. " * 8  # 160 letters, a token each
 
 

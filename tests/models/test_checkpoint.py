@@ -209,7 +209,7 @@ def test_weights_of_other_shapes_are_told_without_a_report_that_nobody_sees(fold
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 1_000_000}}, "its normalizer has more than"),
         (
             {"model": WORDS | {"continuing_subword_prefix": "", "max_input_chars_per_word": 9}},
-            "fails on the text",
+            "the tokenizers library fails",
         ),
     ],
     ids=["a library panics", "rules of no tokenizer", "no unknown word"],

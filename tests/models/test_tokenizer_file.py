@@ -54,6 +54,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "decoders": lambda held: held.update(decoder={"type": "Sequence", "decoders": [TWICE] * 5}),
     "a rule that the library does not know": lambda held: held.update(normalizer={"type": "Nothing"}),
+    "a table that panics": lambda held: held.update(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAB4AA=="}
+    ),
     "a vocabulary of a million": lambda held: held["model"]["vocab"].update(
         {f"x{n}": 5000 + n for n in range(1 << 20)}
     ),
@@ -94,6 +97,11 @@ def test_what_no_tokenizer_has_is_refused(change: Callable[[dict[str, Any]], Any
 def test_what_tokenizers_have_is_not(tmp_path: Path) -> None:
     for rules in (None, sequence(SPACE, 6), table(b"x\0" * (1 << 20)), sequence(TWICE, 2)):
         check_tokenizer(file(tmp_path, lambda held, rules=rules: held.update(normalizer=rules)))
+
+
+def test_a_tokenizer_that_fails_on_some_texts_is_left_to_them(tmp_path: Path) -> None:
+    backtracks = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    check_tokenizer(file(tmp_path, lambda held: held.update(pre_tokenizer=backtracks)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
