@@ -22,7 +22,6 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
-from offload_decode.hf.positions import trained_length
 from offload_decode.hf.user_cache import cached
 from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
 from offload_decode.models.prompt import Prompt, next_turn
@@ -136,7 +135,7 @@ class Conversation:
         """Tokens that this conversation may have, stored ones included: as many as there are positions, and
         as the model was trained for, where the stored text is not longer already.
         """
-        most, trained = self.positions.most or math.inf, trained_length(self.loaded.model.config)
+        most, trained = self.positions.most or math.inf, self.loaded.trained.length or math.inf
         return min(most, trained) if self.prefix.length < trained else most
 
     def most_new(self, tokens: int, question: int = 0) -> int:

@@ -168,20 +168,6 @@ def rotations(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one for one in rope.values() if isinstance(one, dict)] or [rope]
 
 
-def trained_length(config: Any) -> float:
-    """The tokens that a model was trained for, with its scaling; `math.inf` where its config does not say."""
-    text = config.get_text_config()
-    stated = getattr(text, "max_position_embeddings", None)
-    if not isinstance(stated, int) or stated <= 0:
-        return math.inf
-    scaled = [
-        (one.get("original_max_position_embeddings") or stated) * (one.get("factor") or 1)
-        for one in rotations(rope_parameters(text))
-        if one.get("rope_type") in ("yarn", "linear", "dynamic")
-    ]
-    return int(max([stated, *scaled]))
-
-
 def _kinds(rope: Mapping[str, Any]) -> list[object]:
     return [one.get("rope_type") for one in rotations(rope)]
 

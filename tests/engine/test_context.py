@@ -1,16 +1,11 @@
 """A conversation ends where its model's context does, and a store that is longer is asked as it was made."""
 
-import math
-
 import pytest
 
 from offload_decode.common.errors import ContextEnds
 from offload_decode.engine.engine import Engine
-from offload_decode.hf.positions import trained_length
-from offload_decode.hf.rope_scaling import scale_rope
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
-from tests.families import config_of
 from tests.tiny import served_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the model was trained for")
@@ -39,12 +34,3 @@ def test_an_answer_ends_where_the_context_does(opened):
 
 def test_a_store_beyond_the_context_is_asked_as_it_was_made(opened):
     assert len(opened(64).answer("What burns?", 100).tokens) == 100
-
-
-def test_the_length_of_the_training_counts_its_scaling():
-    assert trained_length(config_of("llama", max_position_embeddings=256)) == 256
-    for rope in ("yarn:4", "linear:4", "dynamic:4"):
-        config = config_of("llama", max_position_embeddings=256)
-        scale_rope(config, rope)
-        assert trained_length(config) == 1024
-    assert trained_length(config_of("llama", max_position_embeddings=0)) == math.inf
