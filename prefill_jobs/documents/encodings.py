@@ -193,7 +193,8 @@ def _guess(data: bytes) -> Reading | None:
     if codec is None:
         return None
     likely = min((codec, *_ONE_BYTE), key=lambda codec: _odd_letters(sample, codec))
-    return _read(data, likely, f"decoded as {likely}, a guess")
+    name = re.sub(r"^cp(?=125\d$)", "windows-", likely)
+    return _read(data, likely, f"decoded as {name}, a guess")
 
 
 def _odd_letters(sample: bytes, codec: str) -> float:

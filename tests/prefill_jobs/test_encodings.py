@@ -56,6 +56,11 @@ def test_a_guess_is_right_and_noted(text, codec):
     assert note.endswith(", a guess")
 
 
+def test_a_note_has_the_usual_name_of_an_encoding():
+    assert decode("a.txt", POLISH.encode("cp1250")).notes == ("decoded as windows-1250, a guess",)
+    assert decode("a.txt", RUSSIAN.encode("cp866")).notes == ("decoded as cp866, a guess",)
+
+
 @pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16", "utf-32"])
 def test_a_byte_order_mark_is_followed_and_taken_off(codec):
     assert decode("a.txt", GERMAN.encode(codec)) == (GERMAN, ())

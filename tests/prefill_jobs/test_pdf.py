@@ -216,6 +216,7 @@ def test_a_library_that_crashes_hangs_or_is_missing_costs_one_document(
 ):
     (tmp_path / "pypdfium2.py").write_text(library)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(pdf, "MAX_SECONDS", 1)
+    if "while" in library:
+        monkeypatch.setattr(pdf, "MAX_SECONDS", 1)
     with pytest.raises(CorpusError, match=reason):
         read_document("a.pdf", document(lines("text")))
