@@ -27,9 +27,10 @@ class Trained(NamedTuple):
         """A sentence on a text of so many tokens that is too long with a usual question and answer; empty for
         others.
         """
-        if not self.length or tokens + CONTEXT <= self.length:
+        whole = tokens + min(CONTEXT, self.length // 8)
+        if not self.length or whole <= self.length:
             return ""
-        times = 2 ** math.ceil(math.log2((tokens + CONTEXT) / (self.unscaled or self.length)))
+        times = 2 ** math.ceil(math.log2(whole / (self.unscaled or self.length)))
         scaled = f"prefill with --rope yarn:{times}, " if self.unscaled and times <= _MOST else ""
         return (
             f"{tokens:,} tokens with a question and an answer are more than the {self.length:,} that the "
@@ -46,20 +47,22 @@ UNKNOWN = Trained()
 
 
 def trained_of(config: Any, rope: str = "") -> Trained:
-    """What a text config states, where `rope` is how it was scaled on demand (`scale_rope`)."""
-    stated = getattr(config, "max_position_embeddings", None)
-    length = stated if isinstance(stated, int) and stated > 0 else 0
-    own = scalable(config)
+    """What a text config states, where `rope` is how it was scaled on demand (`scale_rope`). Positions that
+    are not RoPE's end with their table, or nowhere.
+    """
+    own, length = scalable(config), getattr(config, "max_position_embeddings", None)
+    if "rope_theta" not in own or not isinstance(length, int) or length < 1:
+        return UNKNOWN
     kind, factor = own.get("rope_type") or "default", own.get("factor") or 1
     if rope:
         return Trained(int(length * parse_rope(rope)[1]), length)
     if kind == "yarn":
         original = own.get("original_max_position_embeddings") or length
         return Trained(max(length, int(original * factor)))
-    if kind in ("linear", "dynamic") and own == rope_parameters(config):
+    # Gemma 3, whose layers rotate in several ways, states the whole.
+    if kind == "dynamic" or (kind == "linear" and own == rope_parameters(config)):
         return Trained(int(length * factor))
-    # Others state the whole, as Gemma 3 does, whose layers rotate in several ways.
-    return Trained(length, length if kind == "default" and "rope_theta" in own else 0)
+    return Trained(length, length if kind == "default" else 0)
 
 
 def parse_rope(rope: str) -> tuple[str, float]:

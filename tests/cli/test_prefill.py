@@ -230,13 +230,13 @@ def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home, tmp_path)
 
 
 def test_a_text_longer_than_the_model_was_trained_for_is_noted_by_every_command(home, tmp_path):
-    model = saved(text_model(max_position_embeddings=600), tmp_path / "model")
+    model = saved(text_model(max_position_embeddings=256), tmp_path / "model")
     given = ["prefill", home / "corpus.txt", "--model", model]
     short, long = tmp_path / "short.kv", tmp_path / "long.kv"
     told = done(*given, "--out", short).err
     tokens = json_of("inspect", short)["manifest"]["n_tokens"]
-    note = f"{tokens:,} tokens with a question and an answer are more than the 600 that the model was trained"
-    way = f"prefill with --rope yarn:{2 ** (-(-(tokens + 512) // 600) - 1).bit_length()}, "
+    note = f"{tokens:,} tokens with a question and an answer are more than the 256 that the model was trained"
+    way = f"prefill with --rope yarn:{2 ** (-(-(tokens + 32) // 256) - 1).bit_length()}, "
     shown = [
         told,
         done("inspect", short).out,
