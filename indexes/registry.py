@@ -81,6 +81,8 @@ class Library:
             ) from error
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which a class asks all that it holds for
+            raise AttributeError(name)
         return getattr(self(), name)
 
 

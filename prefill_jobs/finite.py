@@ -49,7 +49,9 @@ class Extremes:
         """Note the last hidden state `[1, T, H]`, and on demand the last token's logits."""
         self.see(len(self._layers), hidden)
         output = self._loaded.model.get_output_embeddings()
-        if logits and output is not None and not self._loaded.streamed:
+        # Some bare models, such as Llama 4's, give logits.
+        takes = getattr(output, "in_features", 0) == hidden.shape[-1]
+        if logits and takes and not self._loaded.streamed:
             with torch.inference_mode():
                 self.see(len(self._layers), output(hidden[:, -1:]))
 

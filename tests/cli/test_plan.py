@@ -55,7 +55,7 @@ def test_a_scaled_rope_is_planned_for(home):
     asked = ("plan", "--model", home / "model", "--tokens", "128K", *ROOMY)
     assert "positions" not in done(*asked).out
     told = done(*asked, "--rope", "dynamic:4").out
-    assert "rotated as in a text of 135,168 tokens (dynamic RoPE)" in told
+    assert "rotated as in a text of 131,584 tokens (dynamic RoPE)" in told
     assert "rope 'dynamic' is none" in refused(2, *asked, "--rope", "dynamic")
 
 

@@ -46,7 +46,8 @@ def filler(rng: random.Random, sentences: int) -> str:
 def test_it_finds_a_needle(model: Any, tokenizer: Any, depth: float) -> None:
     rng = random.Random(f"depth {depth}")
     prose = filler(rng, 110)
-    text, asked = Needle().hide(rng, prose, depth)
+    hidden = Needle().sample(rng)
+    text, asked = Needle().placed(prose, hidden.facts, [depth]), hidden.questions[0]
     assert Needle().score(asked, generated(model, tokenizer, text, asked)) == 1
     assert Needle().score(asked, generated(model, tokenizer, prose, asked)) == 0
 

@@ -10,9 +10,9 @@ from tests.prefill_jobs.packages import workbook
 
 
 def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openpyxl", None)
     name = "a.xlsx"
     (tmp_path / name).write_bytes(workbook([["text"]]))
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(
         CorpusError, match=rf"{name} cannot .* missing \(pip install 'offload-decode\[documents\]'"

@@ -82,7 +82,7 @@ def test_no_value_of_the_metadata_does_harm(pristine: Path, name: str) -> None:
 
 # What may hold any text, and values that are shown and handed through.
 TEXTS = {"model_id", "model_config_hash", "weights_hash", "tokenizer_hash", "token_hash", "software"}
-OPEN = {"rope", "prefill"}
+OPEN = {"rope", "prefill", "opening"}
 
 
 def test_a_manifest_takes_no_wrong_type_and_no_wrong_range(pristine: Path) -> None:
