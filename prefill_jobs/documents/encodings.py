@@ -31,7 +31,7 @@ _HEAD = 8192  # bytes that are searched for a declaration
 _COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
 _DECLARATION = re.compile(
     rb"""\A\s*<\?xml[^>]*?\sencoding\s*=\s*["']([\w:.-]{1,40})
-    | <meta\s[^>]*?charset\s*=\s*["']?\s*([\w:.-]{1,40})
+    | \A\s*(?:<(?s:.)*?)?<meta\s[^>]*?charset\s*=\s*["']?\s*([\w:.-]{1,40})  # not where prose names it
     | \A@charset\s"([\w:.-]{1,40})";
     | \A(?:.*\n)?[^\w\n]{1,20}.*?coding[:=][ \t]*([\w.-]{1,40})  # as in Python (PEP 263), Ruby, Emacs, Vim
     | ^"?Content-Type:.*?charset="?([\w:.-]{1,40})  # of a mail, of gettext""",
@@ -48,9 +48,14 @@ _SUPERSETS = {  # what is meant by these names, on the web and elsewhere
 }  # fmt: skip
 _BY_CHANCE = 3  # characters beyond ASCII, all of which may happen to be valid UTF-8
 
-# ISO-2022, HZ, and UTF-7 where it ends a sequence: `vim +MANPAGER file` would decode, but is not UTF-7.
-_SHIFT = re.compile(rb"\x1b\$|\x1b\([IJ]|~\{|\+[A-Za-z0-9/]{3,}-")
-_SHIFTING = ("iso2022_jp_2", "iso2022_jp_ext", "iso2022_kr", "hz", "utf-7")
+_SHIFTS = {  # what text in encodings whose bytes are all ASCII has somewhere
+    "iso2022_jp_2": (iso_2022 := rb"\x1b\$|\x1b\([IJ]"),
+    "iso2022_jp_ext": iso_2022,
+    "iso2022_kr": iso_2022,
+    "hz": rb"~\{(?:[!-w][!-~])+~\}",
+    # Letters of an alphabet, symbols, or long words: `vim +MANPAGER file` and `+100-200` would decode too.
+    "utf-7": rb"\+[ABHIJ][A-Za-z0-9/]{2,}-|\+(?=[A-Z0-9/]*[a-z])(?=[a-z0-9/]*[A-Z])[A-Za-z0-9/]{11,}",
+}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SAMPLE = 100_000  # bytes that a guess looks at
@@ -135,15 +140,18 @@ def _wide(data: bytes) -> Reading | None:
             continue
         used = Counter(ord(character) >> 8 for character in text)
         swapped = sum(not ord(character) & 0xFF for character in text)  # whose NUL is not that of ASCII
-        unused = _CONTROLS.search(text) or _UNUSED.intersection(map(unicodedata.category, text))
-        if used[0] > 9 * swapped and not unused:
+        if used[0] > 9 * swapped and not (_CONTROLS.search(text) or _has_unused(text)):
             blocks[codec] = len(used)
     likely = min(blocks, key=blocks.__getitem__, default=None)
     return _read(data, likely, f"decoded as {likely}, a guess") if likely else None
 
 
+def _has_unused(text: str) -> bool:
+    return not _UNUSED.isdisjoint(map(unicodedata.category, text))
+
+
 def _declared(data: bytes) -> Reading | None:
-    """As the text itself says, unless it is valid UTF-8: who converts a file may forget its declaration."""
+    """As the text itself says, unless it is UTF-8 not by chance: who converts a file may leave that."""
     found = _DECLARATION.search(_COMMENT.sub(b"", data[:_HEAD]))
     label = next(filter(None, found.groups()), b"").decode("ascii") if found else ""
     codec = _codec(label)
@@ -151,8 +159,10 @@ def _declared(data: bytes) -> Reading | None:
         return None
     if codec != "utf-8" and not data.isascii():
         reading = _read(data, "utf-8")
-        if reading and not reading.notes and _beyond_ascii(reading.text) > _BY_CHANCE:
-            return reading._replace(notes=(f"declared as {label}, but valid UTF-8",))
+        if reading and not reading.notes:
+            if _beyond_ascii(reading.text) > _BY_CHANCE or _odd_letters(data, codec):
+                return reading._replace(notes=(f"declared as {label}, but valid UTF-8",))
+            return _read(data, codec, f"decoded as {label}, which it declares, but valid UTF-8 too")
     return _read(data, codec)
 
 
@@ -171,15 +181,17 @@ def _codec(label: str) -> str | None:
 
 def _shifting(data: bytes) -> Reading | None:
     """ISO-2022, HZ and UTF-7, whose bytes are all ASCII."""
-    if not data.isascii() or not _SHIFT.search(data):
+    if not data.isascii():
         return None
-    for codec in _SHIFTING:
+    for codec, shift in _SHIFTS.items():
+        if not re.search(shift, data):
+            continue
         try:
-            text = data.decode(codec)
+            text = _SURROGATE.sub("\ufffd", data.decode(codec))
         except UnicodeDecodeError:
             continue
-        if not text.isascii():
-            return Reading(_SURROGATE.sub("\ufffd", text), (f"decoded as {codec}, a guess",))
+        if not text.isascii() and not _has_unused(text):
+            return Reading(text, (f"decoded as {codec}, a guess",))
     return None
 
 

@@ -41,6 +41,7 @@ ENGLISH = "“It’s the dog’s dinner,” she said — and the café’s cat w
         (KOREAN, "iso2022_kr"),
         ("นี่เป็นข้อความภาษาไทยที่ยาวพอสมควร และต้องอ่านได้\n", "cp874"),
         (GERMAN, "utf-7"),
+        (JAPANESE, "utf-7"),
         *[
             (text, f"utf-{wide}")
             for text in (GERMAN, RUSSIAN, JAPANESE)
@@ -113,6 +114,18 @@ def test_valid_utf_8_is_read_as_such_though_it_declares_another_encoding():
     reading = decode("a.html", b"<meta charset=iso-8859-1>" + GERMAN.encode())
     assert reading.text.endswith(GERMAN)
     assert reading.notes == ("declared as iso-8859-1, but valid UTF-8",)
+    assert decode("a.html", "<meta charset=iso-8859-1>é".encode()).text.endswith("é")
+
+
+def test_what_a_declaration_makes_of_valid_utf_8_has_a_note():
+    data = "<meta charset=ibm866>раб".encode("ibm866")
+    note = "decoded as ibm866, which it declares, but valid UTF-8 too"
+    assert decode("a.html", data) == ("<meta charset=ibm866>раб", (note,))
+
+
+def test_a_declaration_that_prose_tells_of_is_none():
+    text = "# Pages\n\nOld ones have `<meta charset=shift_jis>`: Grüße\n"
+    assert decode("a.md", text.encode()) == (text, ())
 
 
 @pytest.mark.parametrize(
@@ -143,6 +156,8 @@ def test_nuls_of_a_log_are_removed_and_counted():
         "\x1b[31mred\x1b(B\x1b[m",
         "AAAA+BCD/EFG+HIJ=",
         "git+https://example.org +ACE",
+        "between +100-200 points",
+        "gtk+foo-bar with +password-file",
     ],
 )
 def test_ascii_that_resembles_a_shifting_encoding_stays_as_it_is(text):
