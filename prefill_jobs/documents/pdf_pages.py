@@ -108,11 +108,22 @@ def _field(raw: Any, forms: Any, annotation: Any) -> str:
     elif kind == raw.FPDF_FORMFIELD_RADIOBUTTON:
         checked = raw.FPDFAnnot_IsChecked(forms, annotation)
         value = _string(raw.FPDFAnnot_GetFormFieldExportValue, forms, annotation) if checked else ""
-    elif kind not in (raw.FPDF_FORMFIELD_TEXTFIELD, raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX):
+    elif kind in (raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX):
+        value = _chosen(raw, forms, annotation) or value
+    elif kind != raw.FPDF_FORMFIELD_TEXTFIELD:
         return ""
     if raw.FPDFAnnot_GetFormFieldFlags(forms, annotation) & _PASSWORD or not value.strip():
         return ""
     return f"{name}: {value}" if name else value
+
+
+def _chosen(raw: Any, forms: Any, annotation: Any) -> str:
+    """The options of a list that are selected, as they are shown: several may be, and a value is one."""
+    return ", ".join(
+        _string(raw.FPDFAnnot_GetOptionLabel, forms, annotation, option)
+        for option in range(raw.FPDFAnnot_GetOptionCount(forms, annotation))
+        if raw.FPDFAnnot_IsOptionSelected(forms, annotation, option)
+    )
 
 
 def _string(get: Callable[..., int], *arguments: Any) -> str:
@@ -127,7 +138,7 @@ def _string(get: Callable[..., int], *arguments: Any) -> str:
 
 def _without_hyphens(text: str) -> str:
     """Words that lines divide are joined, unless the text has the second part as a word of its own."""
-    text = text.replace("\r\n", "\n")
+    text = re.sub(r"[ \r]+\n", "\n", text)
     words = set(re.findall(r"\w+", _HYPHENATED.sub(" ", text)))
 
     def join(found: re.Match[str]) -> str:

@@ -81,6 +81,8 @@ def test_columns_that_were_written_line_by_line_are_read_one_after_the_other():
     )
     in_order = lines(*LEFT) + lines(*RIGHT, x=320)
     assert words(document(in_order)) == " ".join([*LEFT, *RIGHT])
+    divided = document(across(["The ferry left the har-", "bour before dawn, and", "nobody saw it."], RIGHT))
+    assert read_document("a.pdf", divided).text.startswith("The ferry left the harbour before dawn, and\n")
 
 
 def test_tables_are_read_row_by_row():
@@ -108,6 +110,7 @@ def test_values_of_a_form_are_text_with_the_names_of_their_fields():
         "/FT /Tx /Ff 8192 /T (password) /V (secret)",
         "/FT /Tx /F 2 /T (hidden) /V (unseen)",
         "/FT /Ch /T (town) /Opt [(Kiel) (Ulm)] /V (Ulm)",
+        "/FT /Ch /Ff 2097152 /T (ports) /Opt [[(k) (Kiel)] [(u) (Ulm)] [(b) (Bonn)]] /V [(k) (b)]",
         "/FT /Btn /T (member) /V /Yes /AS /Yes /AP << /N << /Yes 3 0 R /Off 3 0 R >> >>",
         "/FT /Btn /T (guest) /V /Off /AS /Off /AP << /N << /Yes 3 0 R /Off 3 0 R >> >>",
     ]
@@ -127,6 +130,7 @@ def test_values_of_a_form_are_text_with_the_names_of_their_fields():
         "Form",
         "Full name: Jane Example",
         "town: Ulm",
+        "ports: Kiel, Bonn",
         "member: checked",
         "guest: not checked",
     ]
