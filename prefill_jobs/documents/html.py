@@ -33,6 +33,8 @@ _UNSEEN = frozenset(
     ["audio", "canvas", "datalist", "iframe", "noembed", "noframes", "noscript", "script", "style",
      "template", "video"]
 )  # fmt: skip
+_EMPTY = frozenset(["bgsound", "embed", "keygen", "source", "track", "wbr"])
+"""Elements without contents or an end tag of which libxml2 does not know that."""
 _PREFORMATTED = frozenset(["listing", "plaintext", "pre", "textarea", "xmp"])
 _CELLS = frozenset(["td", "th"])
 _ROWS = frozenset(["table", "tbody", "tfoot", "thead", "tr"])
@@ -54,6 +56,7 @@ _OMITTED: dict[str, tuple[_Names, _Names]] = {
     **dict.fromkeys(("rb", "rp", "rt", "rtc"), (("rb", "rp", "rt", "rtc"), ("ruby",))),
     **dict.fromkeys(_CELL, (_CELL, ("table", "tr"))),
     **dict.fromkeys(("tbody", "tfoot", "thead"), (("tbody", "tfoot", "thead", "tr", *_CELL), ("table",))),
+    "button": (("button",), _P[1]),
     "li": (("li",), ("dir", "menu", "ol", "ul")),
     "tr": (("tr", *_CELL), ("table",)),
     "option": (("option",), ("datalist", "optgroup", "select")),
@@ -107,6 +110,8 @@ class _Page:
         self.depth += 1
         if self._texts:
             self._write()
+        if tag in _EMPTY:
+            return
         if self._places["p"] and tag in _ENDS_P:
             self._end(*_P)
         if tag in _OMITTED and tag != "p":

@@ -56,6 +56,8 @@ def test_what_stands_apart_stays_apart(page, text):
         "<h1 hidden>no<h2>yes</h2>",
         "<div hidden><p>no<div>no</div>no</div>yes",
         "<br hidden><img hidden alt=no>yes",
+        "<embed hidden src=a.mid><source hidden><track hidden><wbr hidden>yes",
+        "<button hidden>no<button>yes</button>",
         "<p style='display:none'>no</p>yes",
         "<p style='color: red; DISPLAY : None !important; display: block'>no</p>yes",
         "<p style='display:none;display:block'>yes</p>",
