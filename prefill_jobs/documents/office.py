@@ -44,6 +44,8 @@ _MARKS = {
 }  # fmt: skip
 _OPERATORS = {"m:den": "/", "m:sup": "^", "m:sub": "_", "m:e": " "}
 """What stands before these parts of an equation, unless they are empty."""
+_SIGNS = {"m:nary": ("chr", "∫"), "m:d": ("begChr", "("), "m:rad": ("", "√")}
+"""What begins these parts of an equation: a property, and what is meant without it."""
 _LEFT_OUT = {
     "a:blip": "image", "v:imagedata": "image", "c:chart": "chart", "w:altChunk": "embedded document",
     "w:object": "embedded object",
@@ -104,7 +106,10 @@ class Text:
         elif name in _MARKS:
             self.lines.write(_MARKS[name])
         elif name in _OPERATORS:
-            self._operators += _OPERATORS[name]
+            self._operators += _operator(element, name)
+        elif name in _SIGNS:
+            self.lines.write(self._operators + _property(element, *_SIGNS[name]))
+            self._operators = ""
         elif name in ("w:tc", "a:tc"):
             self.lines.begin_cell()
         elif name in _LEFT_OUT:
@@ -138,6 +143,8 @@ class Text:
             self.lines.end_line()
         elif name in _OPERATORS:
             self._operators = ""
+        elif name == "m:d":
+            self.lines.write(_property(element, "endChr", ")"))
 
     def _is_gone(self, element: _Element, name: str) -> bool:
         """Whether a row was deleted, a paragraph or run is hidden, or a field is the number of a slide."""
@@ -202,6 +209,25 @@ def attribute(element: _Element, name: str, of: str = "") -> str:
 def is_hidden(setting: _Element) -> bool:
     """Whether it is the property that hides text."""
     return named(setting) == "w:vanish" and attribute(setting, "val") not in _OFF
+
+
+def _operator(element: _Element, name: str) -> str:
+    """What stands before a part of an equation: between brackets, nothing or what separates parts."""
+    around = element.getparent()
+    if name != "m:e" or around is None or named(around) != "m:d":
+        return _OPERATORS[name]
+    before = element.getprevious()
+    return _property(around, "sepChr", "|") if before is not None and named(before) == "m:e" else ""
+
+
+def _property(element: _Element, name: str, default: str) -> str:
+    """The character that a part of an equation has for this, which may be none."""
+    for properties in element:
+        if named(properties) == named(element) + "Pr":
+            for one in properties:
+                if named(one) == f"m:{name}":
+                    return attribute(one, "val")
+    return default
 
 
 def has_text(root: _Element) -> bool:

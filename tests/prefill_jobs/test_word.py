@@ -97,6 +97,14 @@ def test_equations_keep_their_parts_apart():
     half = of("f", of("num", m("1")) + of("den", m("2")))
     square = of("sSup", of("e", m("x")) + of("sup", m("2")))
     assert text_of(word(f"<w:p>{run('so ')}{of('oMath', half + m('+') + square)}</w:p>")) == "so 1/2+ x^2"
+    brackets = of("d", of("e", m("a+b"))) + m("c")
+    shown = of(
+        "d", of("dPr", '<m:begChr m:val="["/><m:endChr m:val=""/>') + of("e", m("a")) + of("e", m("b"))
+    )
+    total = of("nary", of("naryPr", '<m:chr m:val="∑"/>') + of("sub", m("i")) + of("e", m("x")))
+    root = of("rad", of("deg", "") + of("e", m("y")))
+    for inner, text in ((brackets, "(a+b)c"), (shown, "[a|b"), (total, "∑_i x"), (root, "√ y")):
+        assert text_of(word(f"<w:p>{of('oMath', inner)}</w:p>")) == text
 
 
 def test_strict_files_are_read():
