@@ -1,8 +1,9 @@
 """OpenDocument texts, presentations and spreadsheets, by lxml.
 
 Reads: paragraphs in their order, cells between tabs; notes and boxes after the paragraph that they stand in.
-Leaves out: deletions that are tracked; hidden text, images, comments and embedded objects, with a note that
-counts them; the numbers and bullets of lists. Costs: about ten times the unpacked text in memory.
+Leaves out: deletions that are tracked; headers, footers, hidden text, images, comments and embedded objects,
+with a note that counts them; the numbers and bullets of lists. Costs: about ten times the unpacked text in
+memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from offload_decode.common.errors import CorpusError
 from offload_decode.prefill_jobs.documents.archives import Archive
 from offload_decode.prefill_jobs.documents.base import Lines, Reading, left_out
 
@@ -36,6 +38,8 @@ def read(archive: Archive) -> Reading:
     """The text of `content.xml`. Raises as `Archive`."""
     from lxml import etree
 
+    if any(True for _ in archive.xml("META-INF/manifest.xml").iter("{*}encryption-data")):
+        raise CorpusError("it is an encrypted OpenDocument file")
     root = archive.xml("content.xml")
     text = _Text(_hidden_styles(root))
     for event, element in etree.iterwalk(root, events=("start", "end", "comment", "pi")):
@@ -44,6 +48,9 @@ def read(archive: Archive) -> Reading:
         elif event == "end":
             text.end(element)
         text.data(element.text if event == "start" else element.tail)
+    for one in archive.xml("styles.xml").iter() if "styles.xml" in archive.names else ():
+        name = _local(one.tag) if isinstance(one.tag, str) else ""
+        text.counts[name] += name in ("header", "footer") and bool("".join(one.itertext()).strip())
     return Reading(text.lines.text, left_out(text.counts))
 
 

@@ -68,7 +68,14 @@ SPACES |= {"draw": f"{OPEN}:drawing:1.0", "style": f"{OPEN}:style:1.0"}
 
 def opendocument(body: str, styles: str = "") -> bytes:
     content = f"<office:automatic-styles>{styles}</office:automatic-styles><office:body>{body}</office:body>"
-    return archive({"META-INF/manifest.xml": "<a/>", "content.xml": part("office:c", content, SPACES)})
+    around = "<style:header><text:p>top</text:p></style:header><style:footer><text:p/></style:footer>"
+    return archive(
+        {
+            "META-INF/manifest.xml": "<a/>",
+            "content.xml": part("office:c", content, SPACES),
+            "styles.xml": part("office:s", around, SPACES),
+        }
+    )
 
 
 def test_opendocument_texts_are_read_in_their_order():
@@ -81,7 +88,7 @@ def test_opendocument_texts_are_read_in_their_order():
     body = f"{gone}<text:h>Head</text:h>\n<text:p>a\n {spans}{note}{box}<text:line-break/>f</text:p>"
     read = read_document("a.odt", opendocument(body, styles))
     assert read.text == "Head\na b  c\td e[1]\nf\n[1] why\nbox"
-    assert read.notes == ("left out: 1 hidden text, 1 image",)
+    assert read.notes == ("left out: 1 header, 1 hidden text, 1 image",)
 
 
 def test_opendocument_sheets_keep_their_cells_apart():
@@ -176,6 +183,11 @@ def test_a_notebook_of_version_3_is_read_too():
         ("a.pptx", slides("<a:blip/>"), r"no text \(left out: 1 image\)"),
         ("a.xlsx", archive({"a": "b"}), "an Excel workbook without a document"),
         ("a.epub", archive({"META-INF/container.xml": "<a/>"}), "an EPUB book that is damaged"),
+        (
+            "a.odt",
+            archive({"META-INF/manifest.xml": "<a><encryption-data/></a>", "content.xml": "secret"}),
+            "an encrypted OpenDocument file",
+        ),
         ("a.zip", archive({"a": "b"}), "a ZIP archive"),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + "WordDocument".encode("utf-16-le"), "before 2007"),
         (
