@@ -45,7 +45,8 @@ def library(kind: str, module: str, package: str) -> Iterator[Any]:
 
 def left_out(counts: Mapping[str, int]) -> tuple[str, ...]:
     """The note on what was left out: names of single things, each with how many there were."""
-    named = [f"{number:,} {name}" + "s" * (number > 1) for name, number in sorted(counts.items()) if number]
+    ends = {name: "es" if name.endswith("x") else "s" for name in counts}
+    named = [f"{n:,} {name}" + ends[name] * (n > 1) for name, n in sorted(counts.items()) if n]
     return (f"left out: {', '.join(named)}",) if named else ()
 
 

@@ -1,8 +1,9 @@
 """Excel workbooks, by openpyxl, row by row.
 
 Reads: the sheets in their order, each below its name, with tabs between cells; dates as ISO 8601 writes them;
-of formulas the last result. Leaves out: hidden sheets, images, charts, comments, and formulas that were never
-computed, with a note that counts them; empty rows. Costs: about ten seconds for a million cells.
+of formulas the last result. Leaves out: hidden sheets, images, charts, comments, text boxes, and formulas
+that were never computed, with a note that counts them; empty rows. Costs: about ten seconds for a million
+cells.
 """
 
 import io
@@ -16,6 +17,7 @@ from typing import Any
 from offload_decode.common.errors import CorpusError
 from offload_decode.prefill_jobs.documents.archives import Archive
 from offload_decode.prefill_jobs.documents.base import Reading, joined, left_out, library
+from offload_decode.prefill_jobs.documents.office import has_text
 
 _NOT_COMPUTED = re.compile(rb"(?:</f>|<f\b[^<>]*/>)\s*(?:<v\s*/>|<v></v>)?\s*</c>")
 
@@ -38,6 +40,8 @@ def read(archive: Archive, main: str, data: bytes) -> Reading:
         counts["chart"] += part.startswith("xl/charts/chart")
         if part.startswith(("xl/comments", "xl/threadedComments/")):
             counts["comment"] += sum(1 for _ in archive.xml(part).iter("{*}comment", "{*}threadedComment"))
+        elif part.startswith("xl/drawings/drawing"):
+            counts["text box"] += sum(map(has_text, archive.xml(part).iter("{*}txBody")))
         elif part.startswith("xl/worksheets/sheet"):
             counts["uncomputed formula"] += len(_NOT_COMPUTED.findall(archive.read(part)))
     return Reading(text, left_out(counts))

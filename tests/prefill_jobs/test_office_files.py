@@ -1,6 +1,8 @@
 """Presentations, sheets, books, messages, notebooks: what they show is read in its order."""
 
+import io
 import json
+import zipfile
 from datetime import date, datetime
 from email.message import EmailMessage
 
@@ -53,6 +55,14 @@ def test_sheets_are_read_row_by_row_with_tabs_between_cells():
 def test_formulas_that_were_never_computed_are_counted():
     read = read_document("a.xlsx", workbook([[1, 2, "=A1+B1", "=A1*2"]]))
     assert (read.text, read.notes) == ("Sheet\n1\t2", ("left out: 2 uncomputed formulas",))
+
+
+def test_text_boxes_of_sheets_are_counted():
+    data = io.BytesIO(workbook([["a"]]))
+    with zipfile.ZipFile(data, "a") as file:
+        body = f"<a:txBody>{line('said')}</a:txBody>"
+        file.writestr("xl/drawings/drawing1.xml", part("a:d", body * 2 + "<a:txBody/>"))
+    assert read_document("a.xlsx", data.getvalue()).notes == ("left out: 2 text boxes",)
 
 
 def test_the_cells_of_a_workbook_are_bounded(monkeypatch):
