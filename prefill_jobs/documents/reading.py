@@ -44,7 +44,7 @@ def read_document(name: str, data: bytes) -> Reading:
 
 
 def _compound_kind(data: bytes) -> str:
-    """Which of the formats in Microsoft's compound files: by the names of its streams."""
+    """Which of the formats in Microsoft's compound files: by its first stream, not one of a file within."""
     streams = {
         "EncryptedPackage": "an encrypted Office document",
         "__properties_version1.0": "an Outlook message (.msg)",
@@ -52,5 +52,6 @@ def _compound_kind(data: bytes) -> str:
         "Workbook": "an Excel workbook of before 2007 (.xls)",
         "PowerPoint Document": "a PowerPoint presentation of before 2007 (.ppt)",
     }
-    found = (kind for stream, kind in streams.items() if stream.encode("utf-16-le") in data)
-    return next(found, "a compound file of an older program")
+    places = {data.find(stream.encode("utf-16-le")): kind for stream, kind in streams.items()}
+    places.pop(-1, None)
+    return places[min(places)] if places else "a compound file of an older program"

@@ -201,6 +201,11 @@ def test_a_notebook_of_version_3_is_read_too():
         ("a.zip", archive({"a": "b"}), "a ZIP archive"),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + "WordDocument".encode("utf-16-le"), "before 2007"),
         (
+            "a.xls",
+            b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + "Workbook, WordDocument".encode("utf-16-le"),
+            "an Excel workbook of before 2007",
+        ),
+        (
             "a.eml",
             b"Content-Type: text/plain; " + b"a=b; " * 1000,
             "a content header of more than 4,000 bytes",
