@@ -1,7 +1,7 @@
 """Jupyter notebooks, by the standard library.
 
-Reads: the cells in their order, each with the text of its outputs. Leaves out: images, and outputs without
-text, with a note that counts them. Costs: about five times the file in memory.
+Reads: the cells in their order, each with the text of its outputs. Leaves out: images, outputs without text,
+and what `data:` addresses hold, with a note that counts them. Costs: about five times the file in memory.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from offload_decode.prefill_jobs.documents import html
+from offload_decode.prefill_jobs.documents import html, markup
 from offload_decode.prefill_jobs.documents.base import Reading, damaged, joined, left_out
 
 _TEXTS = ("text/markdown", "text/plain", "text/latex", "text/html")
@@ -32,7 +32,8 @@ def read(text: str) -> Reading:
         notebook = json.loads(text)
         sheets = notebook.get("worksheets", [notebook])  # of version 3, or the only one
         cells = [cell for sheet in sheets for cell in sheet["cells"]]
-        return Reading(joined(_pieces(cells, counts)), left_out(counts))
+        source = markup.read(joined(_pieces(cells, counts)))
+        return Reading(source.text, left_out(counts) + source.notes)
 
 
 def _pieces(cells: list[Any], counts: Counter[str]) -> Iterator[str]:

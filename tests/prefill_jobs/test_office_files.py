@@ -177,6 +177,12 @@ def test_a_notebook_is_read_cell_by_cell_without_its_images():
     assert read.notes == ("left out: 2 images, 1 output without text",)
 
 
+def test_files_within_the_cells_of_a_notebook_are_left_out_and_counted():
+    cells = [{"cell_type": "markdown", "source": ["![plot](data:image/png;base64,iVBORw0KGgo=)"]}]
+    read = read_document("a.ipynb", json.dumps({"cells": cells}).encode())
+    assert (read.text, read.notes) == ("![plot](data:image/png)", ("left out: 1 embedded file",))
+
+
 def test_a_notebook_of_version_3_is_read_too():
     outputs = [{"output_type": "pyout", "text": ["3"]}, {"output_type": "display_data", "png": "iVBOR"}]
     cells = [{"cell_type": "code", "input": ["1 + 2"], "outputs": outputs}]
