@@ -105,11 +105,9 @@ class Engine(Conversation):
         forked = self.fork()
         with forked.watched() if cites else nullcontext() as watch:
             logits = forked.ask(question)
-            most = forked.most_new(max_new_tokens)
-            tokens = tuple(forked.generate(logits, most, sampler))
-        finish = "length" if len(tokens) == most else "stop"
+            tokens = tuple(forked.generate(logits, max_new_tokens, sampler))
         cited = None if watch is None else self.cited(watch)
-        return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish, cited)
+        return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), forked.finish, cited)
 
     def answer_many(
         self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8, cites: bool = False
