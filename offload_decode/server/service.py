@@ -49,13 +49,15 @@ take hundreds of bytes of memory for each, before anybody can count the tokens.
 
 @dataclass(frozen=True)
 class ChatRequest(AskOptions):
-    """A conversation whose next message is asked for, in the fields of OpenAI's API. template_options: of
-    the chat template, its variables. separate_reasoning: tell a model's reasoning apart from its answer.
+    """A conversation whose next message is asked for, in the fields of OpenAI's API. parallel_calls: an
+    answer that must be calls may have several. template_options: of the chat template, its variables.
+    separate_reasoning: tell a model's reasoning apart from its answer.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
+    parallel_calls: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = False
 
@@ -100,7 +102,8 @@ class Service:
             target = self._target(asked)
             scope = target.entry.model_id
             loaded, stored = target.loaded, target.stored
-            choice = choice_of(loaded, asked.tools, asked.tool_choice, asked.generation.grammar)
+            grammar, parallel = asked.generation.grammar, asked.parallel_calls
+            choice = choice_of(loaded, asked.tools, asked.tool_choice, grammar, parallel)
             tools = asked.tools if choice else None
             self._check_letters(_letters(asked.messages) + _letters(tools or ()))
             options = asked.template_options

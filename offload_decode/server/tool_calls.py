@@ -162,9 +162,11 @@ def choice_of(
     tools: Sequence[Mapping[str, Any]] | None,
     choice: str | Mapping[str, Any] | None,
     text_grammar: Mapping[str, Any] | None = None,
+    parallel: bool = True,
 ) -> Choice | None:
     """`tools` and `tool_choice` of OpenAI's API; None where no tool is to be called. `text_grammar`: the
-    grammar of what is said where no call need be, so that an answer is either.
+    grammar of what is said where no call need be, so that an answer is either. `parallel`: an answer that
+    must be calls may have several.
 
     Raises `WrongField` for a model whose template knows no tools or writes calls in a form that is not read,
     for a choice among tools that are not there, and for schemas that no grammar follows.
@@ -193,7 +195,7 @@ def choice_of(
     if chosen or schema is not None:
         # What is one token is not spelled: no tokenizer gives a text's letters where a token stands for them.
         tokens = {text: f"<[{token}]>" for token, (text, _) in marks.items()}
-        several = choice in ("required", "auto", None)
+        several = parallel and choice in ("required", "auto", None)
         grammar = {"lark": _lark(form, chosen or functions, tokens, several, schema)}
         check_grammar(loaded, grammar, "tools")
     return Choice(form, names, shown, grammar)

@@ -275,3 +275,10 @@ def test_invalid_tools_and_choices_are_refused(template, tools, choice, param, r
     with pytest.raises(WrongField, match=reason) as refused:
         choice_of(loaded_with(template), tools, choice)
     assert refused.value.param == param
+
+
+def test_calls_that_are_not_parallel_are_one():
+    loaded = loaded_with("hermes")
+    named = choice_of(loaded, TOOLS[:1], {"type": "function", "function": {"name": "look_up"}})
+    assert choice_of(loaded, TOOLS[:1], "required", parallel=False) == named
+    assert choice_of(loaded, TOOLS[:1], "required") != named

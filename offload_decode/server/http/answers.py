@@ -45,7 +45,7 @@ MOST_TOP = 20
 LEAST_LOGPROB = -9999.0
 """Of a token that cannot come, as OpenAI has it: JSON knows no infinity."""
 _MOST_NAMES = 256
-_logged = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+_logged = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 """What was logged, and the fields of OpenAI's API that need no line in the log."""
 
 M = TypeVar("M", bound=BaseModel)
@@ -115,6 +115,8 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: list[Short] | None = Field(None, min_length=1, max_length=1024, fail_fast=True)
     grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class StreamOptions(Body):
@@ -131,7 +133,7 @@ class AskBody(Body):
     """
 
     model: Name
-    stream: bool = False
+    stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     selector: OptionName | None = None
@@ -195,7 +197,7 @@ class AnswerBody(AskBody):
     def _held_to(self, form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """The grammar of the answer: that of a `response_format`, or what vLLM's fields say."""
         own = self.structured_outputs or StructuredOutputs.model_validate({})
-        if self.guided_grammar is not None or own.grammar is not None:
+        if any(one is not None for one in (self.guided_grammar, own.grammar, own.structural_tag)):
             raise WrongField(
                 "grammars are not taken: give a schema, a regular expression or choices", "grammar"
             )
@@ -208,6 +210,7 @@ class AnswerBody(AskBody):
             {"lark": "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in one)}
             for one in choices
         ]
+        found += [{"json_object": True}] if own.json_object else []
         if len(found) > 1:
             raise WrongField("an answer is held to one format: give one of them", "response_format")
         return found[0] if found else None

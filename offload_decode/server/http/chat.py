@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
+from unicodedata import normalize
 
 from fastapi import APIRouter, Request, Response
 from openai.types.chat import (
@@ -49,8 +50,9 @@ from offload_decode.server.requests import (
 from offload_decode.server.service import ChatRequest, Service
 
 MOST_MESSAGES = 4096
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MOST_TOOLS = 128
+SYSTEM = ("system", "developer")  # the roles of instructions
 BEHIND = (
     "the system message stands behind the stored corpus, ahead of the user's: nothing can precede a corpus"
 )
@@ -154,6 +156,7 @@ class ChatBody(AnswerBody):
     response_format: Format | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[OptionName, Option] | None = Field(None, max_length=64)
     separate_reasoning: bool = True
@@ -195,6 +198,7 @@ def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
         messages=plain(body.messages),
         tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
         tool_choice=body.tool_choice,
+        parallel_calls=body.parallel_tool_calls is not False,
         template_options={**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})},
         separate_reasoning=body.separate_reasoning,
     )
@@ -226,6 +230,13 @@ def json_grammar(form: Format | None, param: str = "response_format") -> dict[st
     return {"json_object": True} if form.type == "json_object" else None
 
 
+def warned(service: Service, model: str) -> dict[str, Any]:
+    """The field `warnings` of an answer to a chat with a system message."""
+    name = normalize("NFC", model)
+    stored = any(one.path for one in service.catalog.entries() if one.name == name)
+    return {"warnings": [BEHIND]} if stored else {}
+
+
 class ChatReply(AnswerReply):
     """As a message, which the model writes."""
 
@@ -235,9 +246,8 @@ class ChatReply(AnswerReply):
         super().__init__(service, body, id)
         self._answers, self._logprobs = body.answers, bool(body.logprobs)
         self._n_calls: Counter[int] = Counter()  # of each answer so far
-        system = any(message.role in ("system", "developer") for message in body.messages)
-        if system and any(one.path for one in service.catalog.entries() if one.name == body.model):
-            self._warned = {"warnings": [BEHIND]}
+        system = any(message.role in SYSTEM for message in body.messages)
+        self._warned = warned(service, body.model) if system else {}
 
     async def choice(self, part: int, index: int, one: WrittenAnswer) -> Choice:
         known = ChoiceLogprobs(content=await self._scores(one.tokens)) if self._logprobs else None

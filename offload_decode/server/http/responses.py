@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from openai.types import responses as openai
-from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response import IncompleteDetails, ResponseOutputItem
+from openai.types.responses.response_reasoning_item import Content as Thought
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel, Field, StringConstraints, Tag, model_validator
 
@@ -32,12 +33,14 @@ from offload_decode.server.http.answers import (
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
+    SYSTEM,
     Effort,
     Format,
     Function,
     RefusalPart,
     json_grammar,
     template_options,
+    warned,
 )
 from offload_decode.server.http.errors import STREAMED, Refusal
 from offload_decode.server.http.streaming import Reply, respond
@@ -130,6 +133,7 @@ class ResponsesBody(AskBody):
     reasoning: Reasoning | None = None
     tools: list[AnyTool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | openai.ToolChoiceFunctionParam | None = None
+    parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
 
@@ -154,7 +158,9 @@ def router() -> APIRouter:
                 conversations.keep(id, json.dumps([*messages, answer]))
 
         asked = _chat_request(service.settings, body, messages)
-        return await respond(request, [partial(service.chat, asked)], ResponseReply(body, keep), body.stream)
+        system = any(message["role"] in SYSTEM for message in asked.messages)
+        reply = ResponseReply(body, keep, warned(service, body.model) if system else {})
+        return await respond(request, [partial(service.chat, asked)], reply, body.stream)
 
     return routes
 
@@ -213,6 +219,7 @@ def _chat_request(settings: Settings, body: ResponsesBody, messages: list[dict[s
         messages=[*system, *messages],
         tools=[{"type": "function", "function": function} for function in functions] or None,
         tool_choice=chosen,
+        parallel_calls=body.parallel_tool_calls is not False,
         template_options=template_options(None if body.reasoning is None else body.reasoning.effort),
         separate_reasoning=True,
     )
@@ -225,7 +232,7 @@ def _echoed(body: ResponsesBody) -> dict[str, Any]:
     return {
         **body.model_dump(include=names),
         "metadata": body.metadata or {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "tool_choice": body.tool_choice or "auto",
         "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in _functions(body)],
         "text": {"format": _echoed_format(form)},
@@ -239,14 +246,18 @@ def _echoed_format(form: Format | None) -> dict[str, Any]:
 
 
 class ResponseReply(Reply):
-    """As a message, if there is a text, and the tool calls. Each event of the service makes
-    some of the stream's. `keep` takes the id of the response and, as a chat's message, the whole answer.
+    """As the model's reasoning, a message, if there is a text, and the tool calls. Each event of the
+    service makes some of the stream's. `keep` takes the id of the response
+    and, as a chat's message, the whole answer.
     """
 
-    def __init__(self, body: ResponsesBody, keep: Callable[[str, dict[str, Any]], None]):
+    def __init__(
+        self, body: ResponsesBody, keep: Callable[[str, dict[str, Any]], None], warnings: dict[str, Any]
+    ):
         self._body, self._keep = body, keep
         self._number = 0
         self._message: str | None = None  # the id of the message that is being written
+        self._thought: str | None = None  # of the reasoning ahead of it
         self._text = ""
         self._calls: list[ToolCall] = []
         self._finish = "stop"
@@ -260,6 +271,7 @@ class ResponseReply(Reply):
             output=[],
             usage=None,
             **_echoed(body),
+            **warnings,
         )
 
     def begin(self) -> Iterator[BaseModel]:
@@ -284,7 +296,11 @@ class ResponseReply(Reply):
 
     def _add(self, event: Event) -> Iterator[BaseModel]:
         match event:
-            case Delta(_, text, _, calls):
+            case Delta(_, text, _, calls, thought):
+                if thought:
+                    yield from self._think(thought)
+                if text or calls:
+                    yield from self._end_thought()
                 if text:
                     yield from self._begin_message()
                     self._text += text
@@ -294,11 +310,33 @@ class ResponseReply(Reply):
                     yield from self._call(call)
             case Ended(_, finish):
                 self._finish = finish
+                yield from self._end_thought()
                 if not self._object.output:
                     yield from self._begin_message()
                 yield from self._end_message()
             case Done() as done:
                 yield self._complete(done)
+
+    def _think(self, text: str) -> Iterator[BaseModel]:
+        if self._thought is None:
+            self._thought, self._text = new_id("rs"), ""
+            item = openai.ResponseReasoningItem(
+                id=self._thought, type="reasoning", summary=[], status="in_progress"
+            )
+            yield self._event(openai.ResponseOutputItemAddedEvent, item=item, output_index=self._index)
+        self._text += text
+        yield self._of_thought(openai.ResponseReasoningTextDeltaEvent, delta=text)
+
+    def _end_thought(self) -> Iterator[BaseModel]:
+        if self._thought is not None:
+            yield self._of_thought(openai.ResponseReasoningTextDoneEvent, text=self._text)
+            content = Thought(type="reasoning_text", text=self._text)
+            yield self._done(
+                openai.ResponseReasoningItem(
+                    id=self._thought, type="reasoning", summary=[], content=[content], status="completed"
+                )
+            )
+            self._thought = None
 
     def _begin_message(self) -> Iterator[BaseModel]:
         if self._message is None:
@@ -334,7 +372,7 @@ class ResponseReply(Reply):
         yield self._event(openai.ResponseFunctionCallArgumentsDoneEvent, arguments=call.arguments, **place)
         yield self._done(item)
 
-    def _done(self, item: openai.ResponseOutputMessage | openai.ResponseFunctionToolCall) -> BaseModel:
+    def _done(self, item: ResponseOutputItem) -> BaseModel:
         self._object.output.append(item)
         return self._event(openai.ResponseOutputItemDoneEvent, item=item, output_index=self._index - 1)
 
@@ -374,6 +412,10 @@ class ResponseReply(Reply):
         """The next event, under the next number."""
         self._number += 1
         return make(kind, "type", sequence_number=self._number - 1, **fields)
+
+    def _of_thought(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
+        place = {"item_id": self._thought, "output_index": self._index, "content_index": 0}
+        return self._event(kind, **place, **fields)
 
     def _of_message(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
         place = {"item_id": self._message, "output_index": self._index, "content_index": 0}

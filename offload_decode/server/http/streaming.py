@@ -134,7 +134,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         raise raised.exceptions[0] from None
 
 
-async def respond(request: Request, starts: Sequence[Start], reply: Reply, stream: bool) -> Response:
+async def respond(request: Request, starts: Sequence[Start], reply: Reply, stream: bool | None) -> Response:
     """Begin requests, and answer with their reply: whole, or as a stream where none of them fails at once, as
     the status can say so. They are cancelled when one fails or the client hangs up (`ClientDisconnect`).
     """

@@ -94,6 +94,9 @@ def test_a_system_message_behind_a_corpus_is_warned_of(url):
     system = [{"role": "system", "content": "Be brief."}, *ASKED]
     assert "stands behind the stored corpus" in warnings("book", system)[0]
     assert warnings("book", ASKED) is warnings("tiny", system) is None
+    body = {"model": "book", "input": "Who?", "instructions": "Be brief."}
+    response = httpx.post(f"{url}/v1/responses", json=body).json()
+    assert response["warnings"] == warnings("book", system)
 
 
 def test_a_top_p_of_0_takes_the_likeliest_token(service, url):
@@ -121,10 +124,31 @@ def test_reasoning_has_a_field_of_its_own(service, client):
     assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "It was Ada."
     assert "".join(part.content or "" for part in parts) == "Who?"
     assert service.tickets[-1].asked.separate_reasoning
-    assert client.responses.create(model="book", input="Who?").output_text == "Who?"
+    response = client.responses.create(model="book", input="Who?")
+    assert response.output_text == "Who?"
+    assert [one.type for one in response.output] == ["reasoning", "message"]
+    assert response.output[0].content[0].text == "It was Ada."
+    events = list(client.responses.create(model="book", input="Who?", stream=True))
+    told = [one.delta for one in events if one.type == "response.reasoning_text.delta"]
+    assert "".join(told) == "It was Ada."
+    assert [one.output_index for one in events if one.type == "response.output_item.done"] == [0, 1]
 
 
-def test_responses_pass_over_what_only_openai_has_and_name_it_once(service, url, caplog):
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_a_client_may_ask_for_one_call_at_a_time(service, url, parallel):
+    for route in ("chat/completions", "responses"):
+        given = asked(service, url, route, parallel_tool_calls=parallel, stream=None)
+        assert given.parallel_calls is (parallel is not False)
+
+
+def test_structured_outputs_are_kept_or_refused(service, url):
+    given = asked(service, url, structured_outputs={"json_object": True})
+    assert given.generation.grammar == {"json_object": True}
+    assert "grammars are not taken" in refused(url, structured_outputs={"structural_tag": "{}"})
+
+
+def test_responses_pass_over_what_only_openai_has_and_name_it_once(service, url, caplog, monkeypatch):
+    monkeypatch.setattr("offload_decode.server.http.answers._logged", set())
     caplog.set_level("INFO", logger="offload_decode.server")
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
