@@ -119,7 +119,7 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:
             show(engine.stream(question.text, wanted.max_new_tokens, wanted.sampler))
-        tell_cut(engine.finish, wanted.max_new_tokens)
+        tell_cut(engine.finish, wanted.max_new_tokens, engine.most_new(1))
         cost = engine.prefix.take_stats()
         if watch is not None:
             output.note(cited_text(engine.cited(watch)))
@@ -191,9 +191,11 @@ def show(pieces: Iterable[str]) -> None:
     output.generated("", end="\n")
 
 
-def tell_cut(finish: str, most: int) -> None:
-    """Say on stderr that an answer was cut by its length."""
-    if finish == "length":
+def tell_cut(finish: str, most: int, room: int = 1) -> None:
+    """Say on stderr that an answer was cut by its length, or by the context, which has `room` for so many."""
+    if finish == "length" and not room:
+        output.note("The answer was cut where the model's context ends.")
+    elif finish == "length":
         output.note(f"The answer was cut at {output.count(most, 'token')}: --max-new-tokens N allows more.")
 
 

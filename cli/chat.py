@@ -110,7 +110,7 @@ class Transcript:
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length."""
-        tell_cut(self.engine.finish, self.max_new_tokens)
+        tell_cut(self.engine.finish, self.max_new_tokens, self.engine.most_new(1))
 
     @property
     def length(self) -> int:

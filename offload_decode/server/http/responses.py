@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from openai.types import responses as openai
-from openai.types.responses.response import IncompleteDetails, ResponseOutputItem
+from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_reasoning_item import Content as Thought
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel, Field, StringConstraints, Tag, model_validator
@@ -372,7 +372,7 @@ class ResponseReply(Reply):
         yield self._event(openai.ResponseFunctionCallArgumentsDoneEvent, arguments=call.arguments, **place)
         yield self._done(item)
 
-    def _done(self, item: ResponseOutputItem) -> BaseModel:
+    def _done(self, item: openai.ResponseOutputItem) -> BaseModel:
         self._object.output.append(item)
         return self._event(openai.ResponseOutputItemDoneEvent, item=item, output_index=self._index - 1)
 
