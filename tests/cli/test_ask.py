@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode.cli.ask import tell_cut
 from tests.cli.conftest import done, json_of, refused, run
 from tests.planning.outlines import llama_8b
 
@@ -138,3 +139,16 @@ def test_plan_counts_the_prefill_with_the_weights_that_are_asked_for(home):
     assert "prefill: weights (int4)" in small
     assert "can be prefilled here with --weights int4, or with full weights." in small
     assert "It can be prefilled here.\n" in run(*planned).out
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (("stop", 5, 1), ""),
+        (("length", 5, 1), "The answer was cut at 5 tokens: --max-new-tokens N allows more.\n"),
+        (("length", 5, 0), "The answer was cut where the model's context ends.\n"),
+    ],
+)
+def test_an_answer_says_what_cut_it(cut, said, capsys):
+    tell_cut(*cut)
+    assert capsys.readouterr().err == said
