@@ -115,6 +115,7 @@ class Text:
         elif name in _LEFT_OUT:
             self.counts[_LEFT_OUT[name]] += 1
         elif name == "w:fldChar":
+            self.lines.write(_form_value(element))
             self._field(attribute(element, "fldCharType"))
         elif name in ("w:footnoteReference", "w:endnoteReference"):
             number = self.noted.setdefault((name[2:-9], attribute(element, "id")), len(self.noted) + 1)
@@ -218,6 +219,21 @@ def _operator(element: _Element, name: str) -> str:
         return _OPERATORS[name]
     before = element.getprevious()
     return _property(around, "sepChr", "|") if before is not None and named(before) == "m:e" else ""
+
+
+def _form_value(field: _Element) -> str:
+    """What an old form's list or check box shows; empty for other fields."""
+    for one in field.iter():
+        within = {named(child): child for child in one}
+        if named(one) == "w:ddList":
+            choices = [attribute(child, "val") for child in one if named(child) == "w:listEntry"]
+            chosen = within.get("w:result", within.get("w:default"))
+            number = "0" if chosen is None else attribute(chosen, "val")
+            return choices[int(number)] if number.isdecimal() and int(number) < len(choices) else ""
+        if named(one) == "w:checkBox":
+            state = within.get("w:checked", within.get("w:default"))
+            return "☒" if state is not None and attribute(state, "val") not in _OFF else "☐"
+    return ""
 
 
 def _property(element: _Element, name: str, default: str) -> str:

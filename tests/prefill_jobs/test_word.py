@@ -174,3 +174,23 @@ def test_what_a_document_unpacks_to_is_bounded(monkeypatch):
     monkeypatch.setattr(base, "MAX_SIZE", 1 << 20)
     with pytest.raises(CorpusError, match="unpacks to more than 1 MiB"):
         read_document("a.docx", bomb)
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        (
+            "<w:ddList><w:result w:val='1'/><w:listEntry w:val='no'/><w:listEntry w:val='yes'/></w:ddList>",
+            "yes",
+        ),
+        ("<w:ddList><w:listEntry w:val='red'/><w:listEntry w:val='green'/></w:ddList>", "red"),
+        ("<w:ddList><w:result w:val='9'/><w:listEntry w:val='red'/></w:ddList>", ""),
+        ("<w:checkBox><w:default w:val='0'/><w:checked/></w:checkBox>", "☒"),
+        ("<w:checkBox><w:default w:val='0'/></w:checkBox>", "☐"),
+        ("<w:textInput/>", ""),
+    ],
+)
+def test_what_an_old_form_shows_is_read(form, shown):
+    begin = f"<w:r><w:fldChar w:fldCharType='begin'><w:ffData>{form}</w:ffData></w:fldChar></w:r>"
+    code = "<w:r><w:instrText>FORM</w:instrText></w:r><w:r><w:fldChar w:fldCharType='end'/></w:r>"
+    assert text_of(word(f"<w:p>{run('a ')}{begin}{code}{run(' b')}</w:p>")) == f"a {shown} b"
