@@ -64,9 +64,19 @@ Option = Text | bool | int | Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Body(BaseModel):
-    """A request body. Unknown fields are accepted, as OpenAI's clients expect, and logged once."""
+    """A part of a request body. Unknown fields are accepted, as OpenAI's clients expect, and logged once."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _log_unknown(self) -> Body:
+        for name in self.__pydantic_extra__ or {}:
+            log_once(name, "the field %.80r of a request is not known here, and is ignored", name)
+        return self
+
+
+class WholeBody(Body):
+    """A request body. Its texts are mended here, once for all of its parts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,12 +85,6 @@ class Body(BaseModel):
             return _without_surrogates(given)
         except RecursionError as error:
             raise ValueError("its brackets are nested too deeply") from error
-
-    @model_validator(mode="after")
-    def _log_unknown(self) -> Body:
-        for name in self.__pydantic_extra__ or {}:
-            log_once(name, "the field %.80r of a request is not known here, and is ignored", name)
-        return self
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -125,7 +129,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class AskBody(Body):
+class AskBody(WholeBody):
     """Who is asked, and how: the fields of every request for an answer.
 
     `selector` and `options` choose which stored tokens are attended to, as `-s` and `-o` do; `deadline` is in

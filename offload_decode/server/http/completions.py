@@ -20,10 +20,10 @@ from offload_decode.server.http.answers import (
     AnswerBody,
     AnswerReply,
     AppService,
-    Body,
     Cost,
     Ids,
     Name,
+    WholeBody,
     finite,
     new_id,
 )
@@ -73,7 +73,7 @@ class CompletionAnswer(Completion, Cost):
     """OpenAI's answer, with its citations and cost."""
 
 
-class TokenizeBody(Body):
+class TokenizeBody(WholeBody):
     """A text, or the messages of a chat; the first model there is, where none is named."""
 
     model: Name | None = None
@@ -92,7 +92,7 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(WholeBody):
     """Ids of tokens."""
 
     model: Name | None = None

@@ -21,7 +21,7 @@ from starlette.datastructures import UploadFile
 
 from offload_decode.common.files import parse
 from offload_decode.server.catalog import Entry
-from offload_decode.server.http.answers import AppService, Body, Name, Option, Short
+from offload_decode.server.http.answers import AppService, Name, Option, Short, WholeBody
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
 from offload_decode.server.job import Job, Upload
 from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
@@ -43,7 +43,7 @@ class Text(BaseModel):
     text: str
 
 
-class Texts(Body):
+class Texts(WholeBody):
     """Documents for a store; in a form, its files are documents too."""
 
     documents: Annotated[list[Text], Field(default_factory=list, max_length=MOST_DOCUMENTS, fail_fast=True)]
