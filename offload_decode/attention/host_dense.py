@@ -132,13 +132,12 @@ def _attend_layer(team: Any, given: Any, out: Any, lse: Any) -> None:
     body, data = closure(_attend_task, (given, out, lse))
     fork(team, body, data, lse.shape[0] * lse.shape[1])
     for part in range(1, len(out)):
-        for head in range(lse.shape[1]):
-            for r in range(lse.shape[2]):
-                merge_row(out[0, head, r], lse[0, head], out[part, head, r], lse[part, head, r], r)
+        _merge(out[0], lse[0], out[part], lse[part])
 
 
 @njit(nogil=True, cache=True)
 def _merge(out: Any, lse: Any, other: Any, lse_of_other: Any) -> None:
+    """The state of other tokens into one of the same rows, `out [H, R, Dv]` and `lse [H, R]`."""
     for head in range(lse.shape[0]):
         for r in range(lse.shape[1]):
             merge_row(out[head, r], lse[head], other[head, r], lse_of_other[head, r], r)

@@ -8,7 +8,6 @@ from functools import partial, reduce
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from offload_decode.attention.pages_reference import count_tokens
 from offload_decode.attention.queries import Queries, merge_states
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
+from offload_decode.common.rows.arrays import Float32
 from offload_decode.engine.citations import Observer, last_queries
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
@@ -29,7 +29,6 @@ from offload_decode.selectors.registry import create
 from offload_decode.selectors.unselected import Tail
 from offload_decode.types import AttentionState, ModelShape, PageSelection, Selection, StepStats
 
-Float32 = npt.NDArray[np.float32]
 Finish = Callable[[], AttentionState]
 Promised = Callable[[], Sequence[tuple[AttentionState, StepStats]]]
 Ask = Callable[[int, Tensor, float, float | None], Promised]

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -18,6 +16,7 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.host_dense import attend_tensors
 from offload_decode.attention.queries import Places, merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.common.rows.arrays import Float32
 from offload_decode.hf.cache_layers import (
     RUNNING,
     AttentionCall,
@@ -29,8 +28,6 @@ from offload_decode.hf.cache_layers import (
 from offload_decode.hf.mla import LatentHeads, latent_of
 from offload_decode.hf.packed_batch import PackedLayer
 from offload_decode.types import AttentionState
-
-Float32 = npt.NDArray[np.float32]
 
 NAME = "offload_decode"
 NOT_BOOL = "a prepared 4-D attention mask must be bool, True where a token may be seen"

@@ -12,19 +12,17 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numba import njit
 from torch import Tensor, nn
 
+from offload_decode.common.rows.arrays import Float32
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.ggml_products import FORM, Matrices, padded, products
 from offload_decode.common.rows.team import cells
 from offload_decode.hf.attention import attend_token
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import cache_in
-
-Float32 = npt.NDArray[np.float32]
 
 FEW_ROWS = {"avx512": 64, "vnni": 32}.get(FORM, 16)
 """Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles, which takes as

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from offload_decode.common.errors import ModelError
-from offload_decode.hf.user_cache import cached
+from offload_decode.hf.user_cache import cached, cached_fingerprint
 from offload_decode.models.tokenizer_trial import MEMORY, MOST_TOKENS
 
 _LONGEST_S = 300.0
@@ -18,14 +18,17 @@ def check_tokenizer(path: Path) -> None:
     """`ModelError` for a tokenizer.json that a library would make room for without end, or fails on. The same
     content is tried once.
     """
-    with path.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def digest() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def tried() -> bool:
         if (reason := _reason_against(path)) is not None:
             raise ModelError(f"{path} cannot be used, because {reason}: fetch the checkpoint again")
         return True
 
+    content = cached_fingerprint([path], "sha256", digest)
     cached(["tokenizer.json", version("tokenizers"), content], tried, bool, bool)
 
 
