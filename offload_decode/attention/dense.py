@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload_decode.attention.queries import Places, attend, empty_state, joined, merge_states
+from offload_decode.attention.queries import CausalMask, attend, empty_state, joined, merge_states
 from offload_decode.common.rows.compiled import features
 from offload_decode.types import AttentionState
 
@@ -25,10 +25,10 @@ _BOTTOM_RIGHT = 2  # of `_efficient_attention_forward`: the last row sees the la
 
 
 def attend_fused(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None = None
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: CausalMask | None = None
 ) -> AttentionState | None:
     """`queries.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
-    one dtype on a GPU, where all rows see all keys or follow `places`; `out` is of that dtype. None where no
+    one dtype on a GPU, where all rows see all keys or follow `causal`; `out` is of that dtype. None where no
     operator serves them: on a CPU, with dtypes that differ, or no keys.
 
     Products are of the given dtype and sums of float32, as in a model's own attention: in bfloat16 `out` is
@@ -42,7 +42,7 @@ def attend_fused(
         widened(part, -(-part.shape[-1] // _WIDTHS) * _WIDTHS) for part in (query, key, value)
     )
     for operator in _OPERATORS:
-        if (found := operator(query, key, value, scaling, places)) is not None:
+        if (found := operator(query, key, value, scaling, causal)) is not None:
             return AttentionState(found[0][..., :value_dim], found[1])
     return None
 
@@ -56,29 +56,29 @@ Found = tuple[Tensor, Tensor] | None
 """What an operator found, `out` and `lse`; None where it does not serve these tensors."""
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None) -> Found:
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: CausalMask | None) -> Found:
     tokens, keys = query.shape[2], key.shape[2]
     # It counts a row's place from the first key.
-    if tokens < _PLANNED_ROWS or (places is not None and (places.window is not None or tokens != keys)):
+    if tokens < _PLANNED_ROWS or (causal is not None and (causal.window is not None or tokens != keys)):
         return None
     newest = torch.cuda.get_device_capability(query.device) >= (9, 0)  # elsewhere flash is faster
     if not newest or not _allowed("cudnn", query, key, value, grouped=True):
         return None
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, places is not None, False, scale=scaling
+        query, key, value, None, True, 0.0, causal is not None, False, scale=scaling
     )
     return out, lse.reshape(out.shape[:3])
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None) -> Found:
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: CausalMask | None) -> Found:
     width = max(query.shape[-1], value.shape[-1])  # it knows one alone
     one_query, one_key, one_value = (widened(part[:, :, :1], width) for part in (query, key, value))
     if not _allowed("flash", one_query, one_key, one_value, grouped=True):
         return None
     by_token = [widened(part, width).transpose(1, 2) for part in (query, key, value)]
-    window = None if places is None or places.window is None else places.window - 1
+    window = None if causal is None or causal.window is None else causal.window - 1
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(*by_token, None, None, query.shape[2], key.shape[2], 0.0, places is not None, False),
+        *(*by_token, None, None, query.shape[2], key.shape[2], 0.0, causal is not None, False),
         scale=scaling,
         window_size_left=window,
         window_size_right=None if window is None else 0,
@@ -86,15 +86,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Pl
     return out.transpose(1, 2), lse
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None) -> Found:
+def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: CausalMask | None) -> Found:
     grouped = _by_kv_head(query, key, value)
-    if (places is not None and places.window is not None) or not _allowed(
+    if (causal is not None and causal.window is not None) or not _allowed(
         "efficient", *grouped, grouped=False
     ):
         return None
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         *(part.transpose(1, 2) for part in grouped),
-        *(None, None, None, None, None, 0.0, 0 if places is None else _BOTTOM_RIGHT, True),
+        *(None, None, None, None, None, 0.0, 0 if causal is None else _BOTTOM_RIGHT, True),
         scale=scaling,
     )
     batch, heads, tokens = query.shape[:3]
@@ -202,27 +202,27 @@ def attend_dense(
     scaling: float,
     mask: Tensor | None = None,
     softcap: float | None = None,
-    places: Places | None = None,
+    causal: CausalMask | None = None,
 ) -> AttentionState:
     """`attend`, through a fused kernel where torch has one that returns the log-sum-exp: uncapped, on a CPU
     (there by products of bfloat16 where many queries see all keys); on a GPU without a mask. Memory beyond
-    the inputs and the result grows with T and with S, and not with their product. `places` say what rows see
+    the inputs and the result grows with T and with S, and not with their product. `causal` says what rows see
     in place of a mask.
     """
     batch, heads, tokens, _ = query.shape
-    if places is not None and tokens == 1:  # it sees all of these
-        seen = places.seen(slice(0, 1), 1, key.shape[2])
-        key, value, places = key[:, :, seen], value[:, :, seen], None
+    if causal is not None and tokens == 1:  # it sees all of these
+        seen = causal.seen(slice(0, 1), 1, key.shape[2])
+        key, value, causal = key[:, :, seen], value[:, :, seen], None
     keys, on_cpu = max(1, key.shape[2]), query.device.type == "cpu"
     if mask is None and softcap is None:
         if not on_cpu:
-            state = attend_fused(query, key, value, scaling, places)
+            state = attend_fused(query, key, value, scaling, causal)
             if state is not None:
                 return state
-        if places is None and key.shape[2] and serves_bf16(query, key.dtype, value.dtype):
+        if causal is None and key.shape[2] and serves_bf16(query, key.dtype, value.dtype):
             return attend_bf16(query, key, value, scaling)
-    if places is not None:
-        return _placed(query, key, value, scaling, places, softcap)
+    if causal is not None:
+        return _masked(query, key, value, scaling, causal, softcap)
     if not on_cpu or softcap is not None or key.shape[2] == 0:
         step = (SCORES if on_cpu else DEVICE_SCORES) // (batch * heads * keys)
         key, value = key.float(), value.float()  # once, and not for each part
@@ -250,14 +250,14 @@ def attend_blocks(
     return state
 
 
-def _placed(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places, softcap: float | None
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: CausalMask, softcap: float | None
 ) -> AttentionState:
     tokens, keys = query.shape[2], key.shape[2]
     parts = []
     for start in range(0, tokens, PLACED_ROWS):
         rows = slice(start, min(start + PLACED_ROWS, tokens))
-        seen, mask = places.seen(rows, tokens, keys), places.mask(rows, tokens, keys, query.device)
+        seen, mask = causal.seen(rows, tokens, keys), causal.mask(rows, tokens, keys, query.device)
         own = query[:, :, rows], key[:, :, seen], value[:, :, seen]
         parts.append(attend_dense(*own, scaling, mask, softcap))
     return joined(parts, 2)

@@ -72,7 +72,7 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class Places:
+class CausalMask:
     """The causal mask of T consecutive queries, the last at the last of S keys: each sees the keys up to its
     own, with a `window` only the last so many, its own included.
     """

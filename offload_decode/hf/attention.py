@@ -14,7 +14,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.host_dense import attend_tensors
-from offload_decode.attention.queries import Places, merge_states, sink_state
+from offload_decode.attention.queries import CausalMask, merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.common.rows.arrays import Float32
 from offload_decode.hf.cache_layers import (
@@ -77,21 +77,21 @@ def prefix_attention(
         return _finished(reduce(merge_states, states), s_aux, query, ours=True)
     # Where the mask has the one entry of `generated_mask`, the position alone says what a token sees. Some
     # models cut the keys, and the mask with them. Keys from no layer are those of the tokens.
-    places: Places | None = None
+    causal: CausalMask | None = None
     more_than_one = max(query.shape[2], key.shape[2]) > 1
     if attention_mask is not None and more_than_one and attention_mask.shape[2:] == (1, 1):
-        places, attention_mask = layer.places if layer is not None else Places(), None
+        causal, attention_mask = layer.causal if layer is not None else CausalMask(), None
     if not isinstance(layer, PrefixLayer):
-        state = _attend(query, key, value, scaling, attention_mask, softcap, places)
+        state = _attend(query, key, value, scaling, attention_mask, softcap, causal)
     else:
         # The generated KV is attended to between these two, so that a device works while the host searches.
         finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap)
         part: AttentionState | None = None
-        free = places is None or query.shape[2] == 1
+        free = causal is None or query.shape[2] == 1
         if free and layer.generated.length > layer.prefix.whole_generated and run.sees_all(attention_mask):
             part = layer.prefix.attend_generated(layer.index, stored_query, layer.generated, scaling, softcap)
         if part is None:
-            generated = _attend(query, key, value, scaling, attention_mask, softcap, places)
+            generated = _attend(query, key, value, scaling, attention_mask, softcap, causal)
         else:
             generated = expand(part)
         state = merge_states(generated, expand(finish()))
@@ -133,17 +133,17 @@ def _attend(
     scaling: float,
     mask: Tensor | None,
     softcap: float | None,
-    places: Places | None,
+    causal: CausalMask | None,
 ) -> AttentionState:
     """`attend_dense`; of one token on a host by compiled loops, which need none of torch's threads: to wake
     them takes longer than a step's attention.
     """
     if query.shape[2] == 1 and mask is None:
-        seen = slice(None) if places is None else places.seen(slice(0, 1), 1, key.shape[2])
+        seen = slice(None) if causal is None else causal.seen(slice(0, 1), 1, key.shape[2])
         state = attend_tensors(query, key[:, :, seen], value[:, :, seen], scaling, softcap)
         if state is not None:
             return state
-    return attend_dense(query, key, value, scaling, mask, softcap, places)
+    return attend_dense(query, key, value, scaling, mask, softcap, causal)
 
 
 def _as_it_is(state: AttentionState) -> AttentionState:

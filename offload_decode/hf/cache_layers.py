@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from offload_decode.attention.queries import Places
+from offload_decode.attention.queries import CausalMask
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.recurrent import States
 from offload_decode.kv.generated import GeneratedKV, Prefix
@@ -129,9 +129,9 @@ class GeneratedLayer(_Layer):
         return self.generated.view()
 
     @property
-    def places(self) -> Places:
+    def causal(self) -> CausalMask:
         """What the last queries see of `visible`, where nothing is padding."""
-        return Places()
+        return CausalMask()
 
     def get_seq_length(self) -> int:
         return self.prefix.length + self.generated.length
@@ -201,9 +201,9 @@ class WindowLayer(GeneratedLayer):
         return torch.cat([seed_keys, keys], dim=2), torch.cat([seed_values, values], dim=2)
 
     @property
-    def places(self) -> Places:
+    def causal(self) -> CausalMask:
         """Those of the window; chunks are seen by a mask."""
-        return Places(self.sliding_window)
+        return CausalMask(self.sliding_window)
 
     def near(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values that some of the last `tokens` may see, and which of them each does: bool

@@ -1,4 +1,4 @@
-"""Fused attention equals the reference: what rows see by their places, and every operator and product."""
+"""Fused attention equals the reference: what rows see behind causal masks, and every operator and product."""
 
 import math
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from offload_decode.attention import dense
 from offload_decode.attention.dense import LEAST_ROWS, attend_bf16, attend_dense
-from offload_decode.attention.queries import Places, attend
+from offload_decode.attention.queries import CausalMask, attend
 from offload_decode.types import AttentionState
 
 SCALING = 0.3
-PLACES = [None, Places(), Places(1), Places(6), Places(1000)]
+MASKS = [None, CausalMask(), CausalMask(1), CausalMask(6), CausalMask(1000)]
 
 
 def qkv(tokens=5, keys=23, heads=(4, 2), dims=(24, 16), batch=1, dtype=torch.float32, device="cpu"):
@@ -21,18 +21,18 @@ def qkv(tokens=5, keys=23, heads=(4, 2), dims=(24, 16), batch=1, dtype=torch.flo
     return [torch.randn(batch, *shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def by_definition(places, tokens, keys):
+def by_definition(causal, tokens, keys):
     """Entry by entry."""
-    if places is None:
+    if causal is None:
         return None
     own = [keys - tokens + row for row in range(tokens)]
-    window = math.inf if places.window is None else places.window
+    window = math.inf if causal.window is None else causal.window
     return torch.tensor([[[[place - window < key <= place for key in range(keys)] for place in own]]])
 
 
-def reference(tensors, places, softcap=None):
+def reference(tensors, causal, softcap=None):
     query, key, value = (part.float().cpu() for part in tensors)
-    mask = by_definition(places, query.shape[2], key.shape[2])
+    mask = by_definition(causal, query.shape[2], key.shape[2])
     return attend(query, key, value, SCALING, mask, softcap)
 
 
@@ -41,14 +41,14 @@ def close(first, second, tolerance=5e-6):
         torch.testing.assert_close(one.float().cpu(), other, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (9, 9), (5, 23), (30, 30)])
-def test_rows_see_what_their_places_say(places, softcap, sizes, monkeypatch):
+def test_rows_see_what_their_mask_says(causal, softcap, sizes, monkeypatch):
     monkeypatch.setattr(dense, "PLACED_ROWS", 7)
     tensors = qkv(*sizes, heads=(2, 1), dims=(8, 4))
     close(
-        attend_dense(*tensors, SCALING, softcap=softcap, places=places), reference(tensors, places, softcap)
+        attend_dense(*tensors, SCALING, softcap=softcap, causal=causal), reference(tensors, causal, softcap)
     )
 
 
@@ -56,10 +56,10 @@ def test_on_a_cpu_there_is_no_operator_of_a_gpu():
     assert dense.attend_fused(*qkv(), SCALING) is None
 
 
-def by_token(query, key, value, scaling, places):
+def by_token(query, key, value, scaling, causal):
     """What the operators on `[B, T, H, D]` give, of as many KV heads as heads or fewer."""
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    mask = by_definition(places, query.shape[2], key.shape[2])
+    mask = by_definition(causal, query.shape[2], key.shape[2])
     out, lse = attend(query, key, value, scaling, mask)
     return out.transpose(1, 2), lse
 
@@ -69,14 +69,14 @@ def flash(q, k, v, _q, _k, rows, keys, drop, causal, _m, *, scale, window_size_l
     assert q.shape[-1] == k.shape[-1] == v.shape[-1], "it knows one width alone"
     assert (window_size_right == 0) == (window_size_left is not None)
     window = None if window_size_left is None else window_size_left + 1
-    return *by_token(q, k, v, scale, Places(window) if causal else None), "…"
+    return *by_token(q, k, v, scale, CausalMask(window) if causal else None), "…"
 
 
 def efficient(q, k, v, _b, _q, _k, _mq, _mk, drop, mask_type, with_lse, *, scale):
     assert q.shape[2] == k.shape[2] == v.shape[2], "it knows no groups"
     assert drop == 0.0
     assert with_lse
-    out, lse = by_token(q, k, v, scale, {0: None, 2: Places()}[mask_type])
+    out, lse = by_token(q, k, v, scale, {0: None, 2: CausalMask()}[mask_type])
     return out, torch.nn.functional.pad(lse, (0, -q.shape[1] % 32), value=torch.nan), "…"
 
 
@@ -103,21 +103,21 @@ def served(monkeypatch):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("sizes", [(5, 23), (40, 40)])
 def test_an_operator_is_given_what_it_takes_and_its_answer_is_read_as_it_is(
-    name, places, sizes, served, monkeypatch
+    name, causal, sizes, served, monkeypatch
 ):
     """With a stand-in that answers as torch's own operator does, in its layout."""
     run, stand_in = OPERATORS[name]
     tensors = qkv(*sizes, dims=(24, 16), batch=2)
     monkeypatch.setattr(dense, "_PLANNED_ROWS", 1)
     monkeypatch.setattr(torch.ops.aten, name, stand_in)
-    found = run(*tensors, SCALING, places)
+    found = run(*tensors, SCALING, causal)
     if found is None:
-        assert places is not None
+        assert causal is not None
     else:
-        close(AttentionState(found[0][..., :16], found[1]), reference(tensors, places))
+        close(AttentionState(found[0][..., :16], found[1]), reference(tensors, causal))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -125,8 +125,8 @@ def test_torch_has_the_operators_as_they_are_called(name, served, monkeypatch):
     """Checked on tensors without memory: names, order and kinds of the arguments, and shapes."""
     monkeypatch.setattr(dense, "_PLANNED_ROWS", 1)
     tensors = qkv(keys=5, dtype=torch.bfloat16, device="meta")
-    for places in (None, Places()):
-        out, lse = OPERATORS[name][0](*tensors, SCALING, places)
+    for causal in (None, CausalMask()):
+        out, lse = OPERATORS[name][0](*tensors, SCALING, causal)
         assert out[..., :16].shape == (1, 4, 5, 16)
         assert lse.shape == (1, 4, 5)
         assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
@@ -148,33 +148,33 @@ def test_keys_are_not_repeated_for_the_heads_of_a_group():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("sizes", [(5, 23), (300, 300), (300, 1000)])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (24, 20), (192, 128), (256, 256), (576, 576)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_an_operator_of_the_device_equals_the_reference(name, places, sizes, dims, dtype, monkeypatch):
+def test_an_operator_of_the_device_equals_the_reference(name, causal, sizes, dims, dtype, monkeypatch):
     monkeypatch.setattr(dense, "_PLANNED_ROWS", 1)
     tensors = qkv(*sizes, heads=(8, 2), dims=dims, dtype=dtype, device="cuda")
     tensors = [part * dims[0] ** -0.25 for part in tensors]
     padded = [dense.widened(part, -(-part.shape[-1] // 8) * 8) for part in tensors]
-    if (found := OPERATORS[name][0](*padded, SCALING, places)) is None:
+    if (found := OPERATORS[name][0](*padded, SCALING, causal)) is None:
         pytest.skip("not served here")
     out, lse = found
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
-    close(AttentionState(out[..., : dims[1]], lse), reference(tensors, places), tolerance)
+    close(AttentionState(out[..., : dims[1]], lse), reference(tensors, causal), tolerance)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("places", [None, Places(), Places(100)])
+@pytest.mark.parametrize("causal", [None, CausalMask(), CausalMask(100)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256), (576, 576), (192, 128)])
-def test_attention_on_the_device_equals_the_reference(places, softcap, dims):
+def test_attention_on_the_device_equals_the_reference(causal, softcap, dims):
     tensors = qkv(300, 1000, heads=(8, 2), dims=dims, dtype=torch.bfloat16, device="cuda")
     tensors = [part * dims[0] ** -0.25 for part in tensors]
     close(
-        attend_dense(*tensors, SCALING, softcap=softcap, places=places),
-        reference(tensors, places, softcap),
+        attend_dense(*tensors, SCALING, softcap=softcap, causal=causal),
+        reference(tensors, causal, softcap),
         1e-2,
     )
 
@@ -182,7 +182,7 @@ def test_attention_on_the_device_equals_the_reference(places, softcap, dims):
 @pytest.mark.gpu
 def test_a_usual_model_in_half_precision_is_served_by_an_operator():
     tensors = qkv(64, 64, heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, device="cuda")
-    assert dense.attend_fused(*tensors, SCALING, Places()) is not None
+    assert dense.attend_fused(*tensors, SCALING, CausalMask()) is not None
     assert dense.attend_fused(*tensors, SCALING) is not None
 
 
