@@ -1,5 +1,6 @@
 """The messages of a chat, from the objects of OpenAI's API, whose shape the routes have checked."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -94,11 +95,16 @@ def _read(where: str, message: Mapping[str, Any]) -> Message:
         if isinstance(content, str)
         else [one.get("text", one.get("refusal")) for one in content or ()]
     )
-    read = tuple(ToolCall(id, one["name"], one.get("arguments") or "{}") for id, one in functions)
+    read = tuple(ToolCall(id, one["name"], _written(one.get("arguments"))) for id, one in functions)
     answers = (
         _id_of(message.get("name") or "") if message["role"] == "function" else message.get("tool_call_id")
     )
     return Message(role, "".join(parts), read, answers or "")
+
+
+def _written(arguments: str | Mapping[str, Any] | None) -> str:
+    """Arguments as JSON; some clients send the object itself, or nothing."""
+    return arguments if arguments and isinstance(arguments, str) else json.dumps(arguments or {})
 
 
 def _id_of(name: str) -> str:

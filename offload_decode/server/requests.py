@@ -20,8 +20,8 @@ class Generation:
     the likeliest token. top_logprobs: None for no log-probabilities; 0 for those of the tokens that were
     taken; k for the k likeliest too. stop: strings that end the answer and are not part of it. logit_bias:
     added to the logit of a token id. grammar: what `server.grammar` holds an answer to (`{"json_schema": …}`,
-    `{"json_object": true}`, `{"regex": …}`, `{"lark": …}`), None for nothing. ignore_end: go on past end
-    tokens.
+    `{"json_object": true}`, `{"regex": …}`, `{"lark": …}`), None for nothing; grammar_field: where in the
+    request it stands. ignore_end: go on past end tokens.
     """
 
     max_tokens: int | None = None
@@ -34,6 +34,7 @@ class Generation:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     grammar: Mapping[str, Any] | None = None
+    grammar_field: str = "response_format"
     ignore_end: bool = False
 
 
@@ -123,12 +124,17 @@ class Delta:
     reasoning: str = ""
 
 
+Finish = Literal["stop", "length", "tool_calls"]
+"""Why an answer ended."""
+
+
 @dataclass(frozen=True)
 class Ended:
-    """Answer `index` is whole."""
+    """Answer `index` is whole. stop: the string of the request that ended it, if one did."""
 
     index: int
-    finish: Literal["stop", "length", "tool_calls"]
+    finish: Finish
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class WrittenAnswer:
 
     text: str = ""
     tokens: list[Scored] = field(default_factory=list)
-    finish: Literal["stop", "length", "tool_calls"] = "stop"
+    finish: Finish = "stop"
     calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
 

@@ -27,7 +27,7 @@ def check_generation(loaded: LoadedModel, wanted: Generation) -> None:
             message = f"logit_bias names token {token}, and this model's tokens are 0 to {vocabulary - 1}"
             raise WrongField(message, "logit_bias")
     if wanted.grammar is not None:
-        check_grammar(loaded, wanted.grammar)
+        check_grammar(loaded, wanted.grammar, wanted.grammar_field)
 
 
 def vocabulary_of(loaded: LoadedModel) -> int:

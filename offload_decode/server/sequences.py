@@ -29,8 +29,8 @@ from offload_decode.types import StepStats
 
 
 class Text:
-    """Tokens in, text out, up to the first of the strings of `stop` that is complete; then it is `stopped`.
-    No piece ends within a character, and no stop string is ever shown.
+    """Tokens in, text out, up to the first of the strings of `stop` that is complete; it is then `stopped` by
+    that string. No piece ends within a character, and no stop string is ever shown.
 
     The text ends where that string begins; of several that end with the same character, where the longest
     begins. Unless `raw`, the joined text is without white space at its ends, as `Answer.text` is. The same
@@ -45,7 +45,7 @@ class Text:
         raw: bool = False,
         shown: Mapping[int, str] | None = None,
     ):
-        self.stopped = False
+        self.stopped: str | None = None
         self._pieces = Pieces(tokenizer)
         self._stop = tuple(stop)
         self._raw = raw
@@ -66,13 +66,14 @@ class Text:
         return shown + self._trimmed(last)
 
     def _until_stop(self, piece: str) -> str:
-        if self.stopped:
+        if self.stopped is not None:
             return ""
         text = self._open + piece
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._open = True, ""
-            return self._trimmed(text[: min(found)[1]])
+            _, start, self.stopped = min(found)
+            self._open = ""
+            return self._trimmed(text[:start])
         starts = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self._stop))
         start = next(starts, len(text))
         self._open = text[start:]
@@ -263,7 +264,7 @@ class RunningRequest:
             return
         one.token, one.tokens = picked.token, one.tokens + 1
         text = one.text.push(picked.token)
-        whole = one.picker.append(picked.token) or one.text.stopped
+        whole = one.picker.append(picked.token) or one.text.stopped is not None
         self.emit(Delta(one.index, text, (picked,)))
         if whole or one.tokens == one.most:
             self._end(one, "stop" if whole else "length")
@@ -272,4 +273,5 @@ class RunningRequest:
         if rest := one.text.rest():
             self.emit(Delta(one.index, rest, ()))
         one.finish = finish
-        self.emit(Ended(one.index, finish))
+        stop = one.text.stopped if one.text.stopped in self.request.generation.stop else None
+        self.emit(Ended(one.index, finish, stop))

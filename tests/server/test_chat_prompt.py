@@ -12,7 +12,7 @@ from offload_decode.models.prompt import encode, encode_text, prompt_for
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.server.chat_prompt import chat_tokens, completion_tokens, keep_answer, text_tokens
-from offload_decode.server.messages import read_messages
+from offload_decode.server.messages import arguments_of, read_messages
 from offload_decode.server.prefix_cache import AnswerTokens
 from offload_decode.server.requests import WrongField
 from tests.models.tokenizers import KINDS, tokenizer_of
@@ -306,6 +306,7 @@ def test_a_template_may_name_the_day():
 
 def test_older_and_partial_forms_of_messages_are_read():
     call = {"id": "call0", "type": "function", "function": {"name": "look", "arguments": ""}}
+    dictionary = {"id": "call1", "type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}
     older = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}
     read = read_messages(
         [
@@ -313,7 +314,7 @@ def test_older_and_partial_forms_of_messages_are_read():
             {"role": "assistant", "content": None},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
             user("Why?"),
-            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": None, "tool_calls": [call, dictionary]},
             {"role": "tool", "tool_call_id": "call0", "content": None},
             older,
             {"role": "function", "name": "look", "content": "It is."},
@@ -329,6 +330,7 @@ def test_older_and_partial_forms_of_messages_are_read():
         "tool",
     ]
     assert (read[1].text, read[3].calls[0].arguments, read[4].text) == ("No.", "{}", "")
+    assert arguments_of(read[3].calls[1]) == {"at": "é"}
     assert read[6].answers == read[5].calls[0].id
 
 

@@ -143,8 +143,9 @@ def test_answers_do_not_share_where_they_stand(loaded):
 )
 def test_invalid_grammars_are_refused(loaded, wrong, reason):
     with pytest.raises(WrongField) as refused:
-        check_generation(loaded, Generation(grammar=wrong))
-    assert refused.value.param == "response_format"
+        check_generation(loaded, Generation(grammar=wrong, grammar_field="guided_regex"))
+    assert refused.value.param == "guided_regex"
+    assert str(refused.value).startswith("guided_regex cannot be used: ")
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400

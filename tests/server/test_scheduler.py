@@ -286,6 +286,15 @@ def test_running_answers_have_a_grace_period_when_the_server_stops(serve):
         ask(service)
 
 
+@pytest.mark.parametrize(("stop", "told"), [(("Red", "Blue"), "Blue"), (("Red",), None)])
+def test_the_stop_string_of_the_request_that_ended_an_answer_is_told(service, monkeypatch, stop, told):
+    let_models_write(monkeypatch, "So: Blue.\n\nQuestion: Why?")
+    listener = ask(service, generation=Generation(max_tokens=30, stop=stop))
+    while not isinstance(ended := listener.next(), Ended):
+        pass
+    assert (ended.finish, ended.stop) == ("stop", told)
+
+
 def test_the_next_question_of_a_model_without_a_template_is_not_shown(service, monkeypatch):
     written = "Blue.\n\nQuestion: Why?"
     let_models_write(monkeypatch, written)

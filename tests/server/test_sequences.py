@@ -24,7 +24,7 @@ class Words:
 
 
 def read(tokenizer, tokens, *how):
-    """What is shown with each token and at the end, and whether a stop string came."""
+    """What is shown with each token and at the end, and the stop string that came."""
     text = Text(tokenizer, *how)
     shown = [text.push(token) for token in tokens]
     return [*shown, text.rest()], text.stopped
@@ -35,8 +35,8 @@ def ended(text, stops):
     for end in range(len(text) + 1):
         for start in range(end):
             if text[start:end] in stops:
-                return text[:start], True
-    return text, False
+                return text[:start], text[start:end]
+    return text, None
 
 
 @given(st.lists(LETTERS, max_size=8), STOPS, st.booleans())

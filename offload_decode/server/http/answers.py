@@ -9,7 +9,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast, get_args
 from uuid import uuid4
@@ -18,7 +18,7 @@ from anyio.to_thread import run_sync
 from fastapi import Depends, Request
 from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from offload_decode.common.files import without_surrogates
 from offload_decode.server.http.streaming import DONE, Reply
@@ -102,14 +102,34 @@ def log_once(what: str, sentence: str, *fields: object) -> None:
         LOG.info(sentence, *fields)
 
 
-def by_type(*types: str | None) -> Discriminator:
-    """Tells members of a list by their `type`: whether it is `listed` among these, or one of the `rest`."""
+def by_type(*types: str | None, own: Sequence[str] = ()) -> Discriminator:
+    """Tells members of a list by their `type`: whether it is `listed` among these, one that is told by itself
+    (`own`), or one of the `rest`.
+    """
 
     def kind(member: Any) -> str:
         type = member.get("type") if isinstance(member, dict) else getattr(member, "type", None)
-        return "listed" if type in types else "rest"
+        return "listed" if type in types else str(type) if type in own else "rest"
 
     return Discriminator(kind)
+
+
+class OtherKind(BaseModel):
+    """A tool or an item of a type that is not read here, such as `web_search`. It is passed over."""
+
+    type: Short
+
+    @model_validator(mode="after")
+    def _log(self) -> OtherKind:
+        log_once(
+            f"a {self.type:.80}",
+            "tools and items of the type %.80r are not known here, and are passed over",
+            self.type,
+        )
+        return self
+
+
+Other = Annotated[OtherKind, Tag("rest")]
 
 
 class StructuredOutputs(Body):
@@ -121,6 +141,22 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
+
+    def grammars(self, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Those that are given: the field of each, which stands in `place` for `{}`, and the grammar."""
+        if self.grammar is not None or self.structural_tag is not None:
+            ways = "give a schema, a regular expression or choices"
+            raise WrongField(f"grammars are not taken: {ways}", place.format("grammar"))
+        if self.schema_ is not None:
+            field = place.format("json")
+            yield field, {"json_schema": _parsed(self.schema_, field)}
+        if self.regex is not None:
+            yield place.format("regex"), {"regex": self.regex}
+        if self.choice is not None:
+            written = " | ".join(json.dumps(one, ensure_ascii=False) for one in self.choice)
+            yield place.format("choice"), {"lark": f"start: {written}"}
+        if self.json_object:
+            yield place.format("json_object"), {"json_object": True}
 
 
 class StreamOptions(Body):
@@ -141,7 +177,7 @@ class AskBody(WholeBody):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     selector: OptionName | None = None
-    options: dict[OptionName, Option] = Field({}, max_length=64)
+    options: dict[OptionName, Option] | None = Field(None, max_length=64)
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
 
@@ -156,7 +192,7 @@ class AskBody(WholeBody):
             "model": self.model,
             "generation": Generation(temperature=temperature, top_p=top_p, **more),
             "selector": self.selector,
-            "options": self.options,
+            "options": self.options or {},
             "deadline_s": self.deadline,
             "cite": self.citations,
         }
@@ -178,7 +214,9 @@ class AnswerBody(AskBody):
     guided_regex: str | None = None
     guided_choice: list[Short] | None = Field(None, min_length=1, max_length=1024, fail_fast=True)
     guided_grammar: str | None = None
+    guided_decoding: StructuredOutputs | None = None
     structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | None = None
 
     @property
     def answers(self) -> int:
@@ -187,7 +225,7 @@ class AnswerBody(AskBody):
 
     def ask_options(self, settings: Settings, id: str, **more: Any) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        more["grammar"] = self._held_to(more.get("grammar"))
+        more |= self._held_to(more.get("grammar"))
         more |= {
             "seed": None if self.seed is None else self.seed % 2**63,
             "stop": tuple(filter(None, stop)),
@@ -198,33 +236,28 @@ class AnswerBody(AskBody):
         }
         return super().ask_options(settings, id, **more) | {"n": self.answers}
 
-    def _held_to(self, form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """The grammar of the answer: that of a `response_format`, or what vLLM's fields say."""
-        own = self.structured_outputs or StructuredOutputs.model_validate({})
-        if any(one is not None for one in (self.guided_grammar, own.grammar, own.structural_tag)):
-            raise WrongField(
-                "grammars are not taken: give a schema, a regular expression or choices", "grammar"
-            )
-        schemas = [one for one in (self.guided_json, own.schema_) if one is not None]
-        regexes = [one for one in (self.guided_regex, own.regex) if one is not None]
-        choices = [one for one in (self.guided_choice, own.choice) if one is not None]
-        found: list[Mapping[str, Any]] = [] if form is None else [form]
-        found += [{"json_schema": _parsed(one)} for one in schemas] + [{"regex": one} for one in regexes]
-        found += [
-            {"lark": "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in one)}
-            for one in choices
-        ]
-        found += [{"json_object": True}] if own.json_object else []
+    def _held_to(self, form: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The answer's grammar with its field: a `response_format`, or what other servers have instead."""
+        found = [] if form is None else [("response_format", form)]
+        if self.json_schema is not None:
+            found.append(("json_schema", {"json_schema": self.json_schema}))
+        flat = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        for place, own in (
+            ("guided_{}", StructuredOutputs.model_validate(flat)),
+            ("guided_decoding.{}", self.guided_decoding),
+            ("structured_outputs.{}", self.structured_outputs),
+        ):
+            found += () if own is None else own.grammars(place)
         if len(found) > 1:
-            raise WrongField("an answer is held to one format: give one of them", "response_format")
-        return found[0] if found else None
+            raise WrongField("an answer is held to one format: give one of them", found[-1][0])
+        return dict(zip(("grammar_field", "grammar"), found[0], strict=True)) if found else {}
 
 
-def _parsed(schema: dict[str, Any] | str) -> Any:
+def _parsed(schema: dict[str, Any] | str, field: str) -> Any:
     try:
         return json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
-        raise WrongField("guided_json is no JSON", "guided_json") from error
+        raise WrongField(f"{field} is no JSON", field) from error
 
 
 class Cost(BaseModel):

@@ -11,14 +11,13 @@ from openai.types.chat import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionMessage,
-    ChatCompletionNamedToolChoiceParam,
 )
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as Part
-from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaFunctionCall, ChoiceDeltaToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as PartLogprobs
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
-from pydantic import Field, StringConstraints, Tag
+from pydantic import Field, Tag
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
@@ -36,11 +35,21 @@ from offload_decode.server.http.answers import (
 )
 from offload_decode.server.http.errors import STREAMED
 from offload_decode.server.http.streaming import respond
+from offload_decode.server.http.tools import (
+    MOST_TOOLS,
+    ByName,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    tools_asked,
+)
 from offload_decode.server.messages import answer_object, call_object
 from offload_decode.server.requests import (
     Delta,
     Ended,
     Event,
+    Finish,
     Prompted,
     Scored,
     Settings,
@@ -51,7 +60,6 @@ from offload_decode.server.service import ChatRequest, Service
 
 MOST_MESSAGES = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-MOST_TOOLS = 128
 SYSTEM = ("system", "developer")  # the roles of instructions
 BEHIND = (
     "the system message stands behind the stored corpus, ahead of the user's: nothing can precede a corpus"
@@ -79,10 +87,10 @@ ContentPart = Annotated[
 
 
 class CalledFunction(Body):
-    """The name of a tool, and its arguments as JSON; empty where it was called without any."""
+    """The name of a tool, and its arguments, an object or the JSON of one; empty where there were none."""
 
     name: str
-    arguments: str | None
+    arguments: str | dict[str, Any] | None
 
 
 class ToolCall(Body):
@@ -131,21 +139,6 @@ class Format(Body):
         return {key: value for key, value in self.json_schema.items() if key not in _BESIDE} or None
 
 
-class Function(Body):
-    """What a tool is called, what it does and, as a JSON schema, what it takes."""
-
-    name: Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
 class ChatBody(AnswerBody):
     """What is asked of `/v1/chat/completions`."""
 
@@ -155,11 +148,18 @@ class ChatBody(AnswerBody):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     response_format: Format | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam | None = None
+    tool_choice: ToolChoice | None = None
+    functions: list[Function] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
+    function_call: Literal["none", "auto"] | ByName | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[OptionName, Option] | None = Field(None, max_length=64)
     separate_reasoning: bool = True
+
+    @property
+    def older(self) -> bool:
+        """Whether calls are asked for in OpenAI's older form, and told in it: one, as `function_call`."""
+        return self.functions is not None and self.tools is None
 
 
 class ChatAnswer(ChatCompletion, Cost):
@@ -196,12 +196,20 @@ def chat_request(settings: Settings, body: ChatBody) -> ChatRequest:
     return ChatRequest(
         **body.ask_options(settings, new_id("chatcmpl"), max_tokens=most, top_logprobs=top, grammar=grammar),
         messages=plain(body.messages),
-        tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
-        tool_choice=body.tool_choice,
-        parallel_calls=body.parallel_tool_calls is not False,
+        **_tools(body),
+        parallel_calls=body.parallel_tool_calls is not False and not body.older,
         template_options={**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})},
         separate_reasoning=body.separate_reasoning,
     )
+
+
+def _tools(body: ChatBody) -> dict[str, Any]:
+    if not body.older:
+        return tools_asked([tool.function for tool in body.tools or ()], body.tool_choice)
+    chosen = body.function_call
+    if isinstance(chosen, ByName):
+        return tools_asked(body.functions or (), NamedTool(type="function", name=chosen.name))
+    return tools_asked(body.functions or (), chosen)
 
 
 def template_options(effort: str | None) -> dict[str, Any]:
@@ -244,20 +252,22 @@ class ChatReply(AnswerReply):
 
     def __init__(self, service: Service, body: ChatBody, id: str):
         super().__init__(service, body, id)
-        self._answers, self._logprobs = body.answers, bool(body.logprobs)
+        self._answers, self._logprobs, self._older = body.answers, bool(body.logprobs), body.older
         self._n_calls: Counter[int] = Counter()  # of each answer so far
         system = any(message.role in SYSTEM for message in body.messages)
         self._warned = warned(service, body.model) if system else {}
 
     async def choice(self, part: int, index: int, one: WrittenAnswer) -> Choice:
         known = ChoiceLogprobs(content=await self._scores(one.tokens)) if self._logprobs else None
-        written = {"refusal": None, **answer_object(one.text, one.calls)}
+        written = {"refusal": None, **answer_object(one.text, () if self._older else one.calls)}
         if one.calls and not one.text:
             written["content"] = None
+        if one.calls and self._older:
+            written["function_call"] = call_object(one.calls[0])["function"]
         if one.reasoning:
             written["reasoning_content"] = one.reasoning
         message = ChatCompletionMessage.model_validate(written)
-        return Choice(index=index, message=message, finish_reason=one.finish, logprobs=known)
+        return Choice(index=index, message=message, finish_reason=self._finish(one.finish), logprobs=known)
 
     async def choices(self, part: int, event: Event) -> AsyncIterator[Part]:
         match event:
@@ -274,15 +284,21 @@ class ChatReply(AnswerReply):
                     delta = ChoiceDelta.model_validate(
                         {**delta.model_dump(exclude_unset=True), "reasoning_content": thought}
                     )
-                if calls:
+                if calls and self._older:
+                    if not self._n_calls[index]:
+                        delta.function_call = ChoiceDeltaFunctionCall(**call_object(calls[0])["function"])
+                elif calls:
                     delta.tool_calls = [
                         ChoiceDeltaToolCall.model_validate({"index": number, **call_object(call)})
                         for number, call in enumerate(calls, self._n_calls[index])
                     ]
-                    self._n_calls[index] += len(calls)
+                self._n_calls[index] += len(calls)
                 yield Part(index=index, delta=delta, finish_reason=None, logprobs=known)
             case Ended(index, finish):
-                yield Part(index=index, delta=ChoiceDelta(), finish_reason=finish)
+                yield Part(index=index, delta=ChoiceDelta(), finish_reason=self._finish(finish))
+
+    def _finish(self, finish: Finish) -> Finish | Literal["function_call"]:
+        return "function_call" if self._older and finish == "tool_calls" else finish
 
     async def _scores(self, tokens: Sequence[Scored]) -> list[ChatCompletionTokenLogprob]:
         """Each token with its bytes, and the likeliest ones in its place."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from openai.types import responses as openai
 from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_reasoning_item import Content as Thought
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
-from pydantic import BaseModel, Field, StringConstraints, Tag, model_validator
+from pydantic import BaseModel, Field, StringConstraints, Tag
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
@@ -23,30 +23,30 @@ from offload_decode.server.http.answers import (
     AskBody,
     Body,
     Cost,
-    Short,
+    Other,
+    OtherKind,
     by_type,
     cost,
-    log_once,
     make,
     new_id,
 )
+from offload_decode.server.http.blocks import BlockReply, Kind
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
-    MOST_TOOLS,
     SYSTEM,
     Effort,
     Format,
-    Function,
     RefusalPart,
     json_grammar,
     template_options,
     warned,
 )
 from offload_decode.server.http.errors import STREAMED, Refusal
-from offload_decode.server.http.streaming import Reply, respond
+from offload_decode.server.http.streaming import respond
+from offload_decode.server.http.tools import MOST_TOOLS, Function, ToolChoice, tools_asked
 from offload_decode.server.messages import answer_object, call_object
 from offload_decode.server.prefix_cache import RecentlyUsed
-from offload_decode.server.requests import Delta, Done, Ended, Event, Settings, ToolCall, WrongField
+from offload_decode.server.requests import Done, Settings, ToolCall, WrongField
 from offload_decode.server.service import ChatRequest
 
 MOST_BYTES = 64 << 20
@@ -98,22 +98,6 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
-class OtherKind(BaseModel):
-    """A tool or an item of a type that is not read here, such as `web_search`. It is passed over."""
-
-    type: Short
-
-    @model_validator(mode="after")
-    def _log(self) -> OtherKind:
-        log_once(
-            f"a {self.type:.80}",
-            "tools and items of the type %.80r are not known here, and are passed over",
-            self.type,
-        )
-        return self
-
-
-Other = Annotated[OtherKind, Tag("rest")]
 AnyItem = Annotated[
     Annotated[Item, Tag("listed")] | Other,
     by_type(None, "message", "function_call", "function_call_output"),
@@ -132,7 +116,7 @@ class ResponsesBody(AskBody):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: list[AnyTool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | openai.ToolChoiceFunctionParam | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
@@ -159,7 +143,7 @@ def router() -> APIRouter:
 
         asked = _chat_request(service.settings, body, messages)
         system = any(message["role"] in SYSTEM for message in asked.messages)
-        reply = ResponseReply(body, keep, warned(service, body.model) if system else {})
+        reply = ResponseReply(body, asked, keep, warned(service, body.model) if system else {})
         return await respond(request, [partial(service.chat, asked)], reply, body.stream)
 
     return routes
@@ -208,32 +192,30 @@ def _functions(body: ResponsesBody) -> list[FlatTool]:
 def _chat_request(settings: Settings, body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatRequest:
     """The same, of a chat. Instructions are of this turn alone, as OpenAI has it."""
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    form = None if body.text is None else body.text.format
-    grammar = json_grammar(form, "text.format")
-    functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in _functions(body)]
-    chosen: Any = body.tool_choice
-    if isinstance(chosen, dict):
-        chosen = {"type": "function", "function": {"name": chosen["name"]}}
+    form, field = None if body.text is None else body.text.format, "text.format"
+    how = {"grammar": json_grammar(form, field), "grammar_field": field}
     return ChatRequest(
-        **body.ask_options(settings, new_id("chatcmpl"), max_tokens=body.max_output_tokens, grammar=grammar),
+        **body.ask_options(settings, new_id("chatcmpl"), max_tokens=body.max_output_tokens, **how),
         messages=[*system, *messages],
-        tools=[{"type": "function", "function": function} for function in functions] or None,
-        tool_choice=chosen,
+        **tools_asked(_functions(body), body.tool_choice),
         parallel_calls=body.parallel_tool_calls is not False,
         template_options=template_options(None if body.reasoning is None else body.reasoning.effort),
         separate_reasoning=True,
     )
 
 
-def _echoed(body: ResponsesBody) -> dict[str, Any]:
+def _echoed(body: ResponsesBody, asked: ChatRequest) -> dict[str, Any]:
     """What an answer says of its request."""
+    chosen: Any = asked.tool_choice or "auto"
+    if not isinstance(chosen, str):
+        chosen = {"type": "function", "name": chosen["function"]["name"]}
     names = {"model", "instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"}
     form = None if body.text is None else body.text.format
     return {
         **body.model_dump(include=names),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "tool_choice": body.tool_choice or "auto",
+        "tool_choice": chosen,
         "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in _functions(body)],
         "text": {"format": _echoed_format(form)},
     }
@@ -245,22 +227,23 @@ def _echoed_format(form: Format | None) -> dict[str, Any]:
     return {"type": form.type, "name": form.name, "schema": form.schema_given}
 
 
-class ResponseReply(Reply):
-    """As the model's reasoning, a message, if there is a text, and the tool calls. Each event of the
-    service makes some of the stream's. `keep` takes the id of the response
-    and, as a chat's message, the whole answer.
+class ResponseReply(BlockReply):
+    """As the model's reasoning, a message and the tool calls, each an item of the output. `keep` takes the id
+    of the response and, as a chat's message, the whole answer.
     """
 
     def __init__(
-        self, body: ResponsesBody, keep: Callable[[str, dict[str, Any]], None], warnings: dict[str, Any]
+        self,
+        body: ResponsesBody,
+        asked: ChatRequest,
+        keep: Callable[[str, dict[str, Any]], None],
+        warnings: dict[str, Any],
     ):
+        super().__init__()
         self._body, self._keep = body, keep
         self._number = 0
-        self._message: str | None = None  # the id of the message that is being written
-        self._thought: str | None = None  # of the reasoning ahead of it
-        self._text = ""
+        self._id = ""  # of the item that is being written
         self._calls: list[ToolCall] = []
-        self._finish = "stop"
         self._object = ResponseObject(
             id=new_id("resp"),
             object="response",
@@ -270,7 +253,7 @@ class ResponseReply(Reply):
             incomplete_details=None,
             output=[],
             usage=None,
-            **_echoed(body),
+            **_echoed(body, asked),
             **warnings,
         )
 
@@ -278,13 +261,6 @@ class ResponseReply(Reply):
         now = self._object.model_copy()
         yield self._event(openai.ResponseCreatedEvent, response=now)
         yield self._event(openai.ResponseInProgressEvent, response=now)
-
-    def collect(self, part: int, event: Event) -> None:
-        list(self._add(event))
-
-    async def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]:
-        for one in self._add(event):
-            yield one
 
     async def whole(self) -> BaseModel:
         return self._object
@@ -294,90 +270,51 @@ class ResponseReply(Reply):
         self._object.error = openai.ResponseError(code="server_error", message=refusal.error.error.message)
         return self._event(openai.ResponseFailedEvent, response=self._object)
 
-    def _add(self, event: Event) -> Iterator[BaseModel]:
-        match event:
-            case Delta(_, text, _, calls, thought):
-                if thought:
-                    yield from self._think(thought)
-                if text or calls:
-                    yield from self._end_thought()
-                if text:
-                    yield from self._begin_message()
-                    self._text += text
-                    yield self._of_message(openai.ResponseTextDeltaEvent, delta=text, logprobs=[])
-                for call in calls:
-                    yield from self._end_message()
-                    yield from self._call(call)
-            case Ended(_, finish):
-                self._finish = finish
-                yield from self._end_thought()
-                if not self._object.output:
-                    yield from self._begin_message()
-                yield from self._end_message()
-            case Done() as done:
-                yield self._complete(done)
+    def opened(self, kind: Kind) -> Iterator[BaseModel]:
+        if kind == "reasoning":
+            self._id = new_id("rs")
+            yield self._added(self._thought([], "in_progress"))
+        else:
+            self._id = new_id("msg")
+            yield self._added(self._message([], "in_progress"))
+            yield self._of_item(openai.ResponseContentPartAddedEvent, part=_part(""))
 
-    def _think(self, text: str) -> Iterator[BaseModel]:
-        if self._thought is None:
-            self._thought, self._text = new_id("rs"), ""
-            item = openai.ResponseReasoningItem(
-                id=self._thought, type="reasoning", summary=[], status="in_progress"
-            )
-            yield self._event(openai.ResponseOutputItemAddedEvent, item=item, output_index=self._index)
-        self._text += text
-        yield self._of_thought(openai.ResponseReasoningTextDeltaEvent, delta=text)
+    def grown(self, kind: Kind, more: str) -> Iterator[BaseModel]:
+        if kind == "reasoning":
+            yield self._of_item(openai.ResponseReasoningTextDeltaEvent, delta=more)
+        else:
+            yield self._of_item(openai.ResponseTextDeltaEvent, delta=more, logprobs=[])
 
-    def _end_thought(self) -> Iterator[BaseModel]:
-        if self._thought is not None:
-            yield self._of_thought(openai.ResponseReasoningTextDoneEvent, text=self._text)
-            content = Thought(type="reasoning_text", text=self._text)
-            yield self._done(
-                openai.ResponseReasoningItem(
-                    id=self._thought, type="reasoning", summary=[], content=[content], status="completed"
-                )
-            )
-            self._thought = None
+    def closed(self, kind: Kind, text: str) -> Iterator[BaseModel]:
+        if kind == "reasoning":
+            yield self._of_item(openai.ResponseReasoningTextDoneEvent, text=text)
+            yield self._done(self._thought([Thought(type="reasoning_text", text=text)], "completed"))
+        else:
+            yield self._of_item(openai.ResponseTextDoneEvent, text=text, logprobs=[])
+            yield self._of_item(openai.ResponseContentPartDoneEvent, part=_part(text))
+            status = "incomplete" if self.finish == "length" else "completed"
+            yield self._done(self._message([_part(text)], status))
 
-    def _begin_message(self) -> Iterator[BaseModel]:
-        if self._message is None:
-            self._message, self._text = new_id("msg"), ""
-            item = self._item([], "in_progress")
-            yield self._event(openai.ResponseOutputItemAddedEvent, item=item, output_index=self._index)
-            yield self._of_message(openai.ResponseContentPartAddedEvent, part=self._part())
-
-    def _end_message(self) -> Iterator[BaseModel]:
-        if self._message is not None:
-            yield self._of_message(openai.ResponseTextDoneEvent, text=self._text, logprobs=[])
-            yield self._of_message(openai.ResponseContentPartDoneEvent, part=self._part())
-            yield self._done(
-                self._item([self._part()], "incomplete" if self._finish == "length" else "completed")
-            )
-            self._message = None
-
-    def _call(self, call: ToolCall) -> Iterator[BaseModel]:
+    def called(self, call: ToolCall) -> Iterator[BaseModel]:
         self._calls.append(call)
+        self._id = new_id("fc")
         item = make(
             openai.ResponseFunctionToolCall,
             "type",
-            id=new_id("fc"),
+            id=self._id,
             call_id=call.id,
             name=call.name,
             arguments=call.arguments,
             status="completed",
         )
-        begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        place = {"item_id": item.id, "output_index": self._index}
-        yield self._event(openai.ResponseOutputItemAddedEvent, item=begun, output_index=self._index)
+        place = {"item_id": self._id, "output_index": self._index}
+        yield self._added(item.model_copy(update={"arguments": "", "status": "in_progress"}))
         yield self._event(openai.ResponseFunctionCallArgumentsDeltaEvent, delta=call.arguments, **place)
         yield self._event(openai.ResponseFunctionCallArgumentsDoneEvent, arguments=call.arguments, **place)
         yield self._done(item)
 
-    def _done(self, item: openai.ResponseOutputItem) -> BaseModel:
-        self._object.output.append(item)
-        return self._event(openai.ResponseOutputItemDoneEvent, item=item, output_index=self._index - 1)
-
-    def _complete(self, done: Done) -> BaseModel:
-        used = done.usage
+    def done(self, event: Done) -> Iterator[BaseModel]:
+        used = event.usage
         self._object.usage = openai.ResponseUsage(
             input_tokens=used.prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=used.cached, cache_write_tokens=0),
@@ -385,38 +322,48 @@ class ResponseReply(Reply):
             output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
             total_tokens=used.prompt + used.completion,
         )
-        for name, value in cost(self._body, done).items():
+        for name, value in cost(self._body, event).items():
             setattr(self._object, name, value)
         self._keep(self._object.id, answer_object(self._object.output_text, self._calls))
-        if self._finish == "length":
+        if self.finish == "length":
             self._object.status = "incomplete"
             self._object.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-            return self._event(openai.ResponseIncompleteEvent, response=self._object)
-        self._object.status = "completed"
-        return self._event(openai.ResponseCompletedEvent, response=self._object)
+            yield self._event(openai.ResponseIncompleteEvent, response=self._object)
+        else:
+            self._object.status = "completed"
+            yield self._event(openai.ResponseCompletedEvent, response=self._object)
 
     @property
     def _index(self) -> int:
         """Where in the output the item stands that is being written."""
         return len(self._object.output)
 
-    def _item(self, content: list[Any], status: Any) -> openai.ResponseOutputMessage:
-        return openai.ResponseOutputMessage(
-            id=self._message or "", type="message", role="assistant", content=content, status=status
+    def _thought(self, content: list[Thought], status: Any) -> openai.ResponseReasoningItem:
+        return openai.ResponseReasoningItem(
+            id=self._id, type="reasoning", summary=[], content=content, status=status
         )
 
-    def _part(self) -> openai.ResponseOutputText:
-        return openai.ResponseOutputText(type="output_text", text=self._text, annotations=[])
+    def _message(self, content: list[Any], status: Any) -> openai.ResponseOutputMessage:
+        return openai.ResponseOutputMessage(
+            id=self._id, type="message", role="assistant", content=content, status=status
+        )
+
+    def _added(self, item: openai.ResponseOutputItem) -> BaseModel:
+        return self._event(openai.ResponseOutputItemAddedEvent, item=item, output_index=self._index)
+
+    def _done(self, item: openai.ResponseOutputItem) -> BaseModel:
+        self._object.output.append(item)
+        return self._event(openai.ResponseOutputItemDoneEvent, item=item, output_index=self._index - 1)
 
     def _event(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
         """The next event, under the next number."""
         self._number += 1
         return make(kind, "type", sequence_number=self._number - 1, **fields)
 
-    def _of_thought(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
-        place = {"item_id": self._thought, "output_index": self._index, "content_index": 0}
-        return self._event(kind, **place, **fields)
-
-    def _of_message(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
-        place = {"item_id": self._message, "output_index": self._index, "content_index": 0}
+    def _of_item(self, kind: type[BaseModel], **fields: Any) -> BaseModel:
+        place = {"item_id": self._id, "output_index": self._index, "content_index": 0}
         return self._event(kind, **fields, **place)
+
+
+def _part(text: str) -> openai.ResponseOutputText:
+    return openai.ResponseOutputText(type="output_text", text=text, annotations=[])

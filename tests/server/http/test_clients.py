@@ -3,6 +3,8 @@
 import httpx
 import pytest
 
+from offload_decode.server.requests import ToolCall
+
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 ASKED = [{"role": "user", "content": "Who?"}]
 
@@ -187,3 +189,71 @@ def test_embeddings_and_unknown_addresses_say_what_is_served(url):
     assert answer.status_code == 404
     assert "embeddings are not made here" in answer.json()["error"]["message"]
     assert "/v1/chat/completions" in httpx.get(f"{url}/v1/no/such").json()["error"]["message"]
+
+
+FUNCTION = {"name": "look_up", "description": "Look.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": {**FUNCTION, "name": name}} for name in ("look_up", "count")]
+NAMED = {"type": "function", "function": {"name": "look_up"}}
+ONE = {"type": "function", "name": "look_up"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "chosen"),
+    [
+        ("any", ["look_up", "count"], "required"),
+        (ONE, ["look_up", "count"], NAMED),
+        (NAMED, ["look_up", "count"], NAMED),
+        ({"type": "allowed_tools", "mode": "required", "tools": [ONE]}, ["look_up"], "required"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}, ["look_up"], "auto"),
+    ],
+)
+def test_a_choice_of_tools_in_each_of_its_forms(choice, names, chosen, service, url):
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for given in (
+        asked(service, url, tools=TOOLS, tool_choice=choice),
+        asked(service, url, "responses", tools=flat, tool_choice=choice),
+    ):
+        assert [tool["function"]["name"] for tool in given.tools] == names
+        assert given.tool_choice == chosen
+
+
+def test_a_choice_of_no_tool_is_refused(url):
+    strange = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "sing"}]}
+    assert "'sing', which is none of the tools" in refused(url, tools=TOOLS, tool_choice=strange)
+    assert "names none" in refused(url, tools=TOOLS, tool_choice={"type": "function"})
+
+
+@pytest.mark.parametrize(
+    ("call", "chosen"), [("auto", "auto"), ("none", "none"), ({"name": "look_up"}, NAMED), (None, None)]
+)
+def test_functions_are_tools_and_one_call_is_told_in_their_form(call, chosen, service, client):
+    service.calls = (ToolCall("c1", "look_up", '{"a": 1}'), ToolCall("c2", "look_up", "{}"))
+    how = {"model": "book", "messages": ASKED, "functions": [FUNCTION], "function_call": call}
+    choice = client.chat.completions.create(**how).choices[0]
+    given = service.tickets[-1].asked
+    assert (given.tools, given.tool_choice) == (TOOLS[:1], chosen)
+    assert not given.parallel_calls
+    assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)
+    assert (choice.message.function_call.name, choice.message.function_call.arguments) == (
+        "look_up",
+        '{"a": 1}',
+    )
+    parts = [part.choices[0] for part in client.chat.completions.create(**how, stream=True)]
+    (told,) = [part.delta.function_call for part in parts if part.delta.function_call]
+    assert (told.name, told.arguments, parts[-1].finish_reason) == ("look_up", '{"a": 1}', "function_call")
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_formats_of_vllm_and_llama_cpp(route, service, url):
+    more = {} if route[1] == "h" else {"prompt": "Who?"}
+    for given, field, grammar in (
+        ({"guided_decoding": {"regex": "[ab]+"}}, "guided_decoding.regex", {"regex": "[ab]+"}),
+        ({"guided_regex": "[ab]+"}, "guided_regex", {"regex": "[ab]+"}),
+        ({"json_schema": SCHEMA}, "json_schema", {"json_schema": SCHEMA}),
+    ):
+        generation = asked(service, url, route, **more, **given).generation
+        assert (generation.grammar_field, generation.grammar) == (field, grammar)
+
+
+def test_options_may_be_null(service, url):
+    assert asked(service, url, options=None).options == {}
