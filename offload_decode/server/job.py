@@ -75,6 +75,7 @@ class Work:
     weights: str = "auto"
     rope: str = ""
     kv: str = "auto"
+    system: str | None = None
     method: str = "dense"
     options: dict[str, Any] = field(default_factory=dict)
     index: bool = True
@@ -246,7 +247,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
         chunk: int | None = method_of(earlier).options.chunk
         dtype, weights, scaled = manifest.dtype, manifest.weights, manifest.scaled
     else:
-        settings = Settings(work.method, work.options, kv=work.kv, rope=work.rope)
+        settings = Settings(work.method, work.options, kv=work.kv, rope=work.rope, system=work.system)
         chunk, dtype, weights, scaled = settings.chunk, work.dtype, work.weights, work.rope
     check_prefill(outline(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
     loaded = load(work.model, device, dtype, weights, scaled)

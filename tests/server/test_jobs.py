@@ -204,6 +204,12 @@ def test_rope_is_scaled_as_asked_and_by_default_as_for_the_models_other_stores(r
         running.prefill("none", tiny.name, [text("facts.txt")], rope="none")
 
 
+def test_a_system_message_is_put_where_the_template_has_a_place_for_one(shelf, tiny):
+    work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), options=CHUNK, system="Be brief.")
+    with pytest.raises(ConfigError, match="no place for a system message"):
+        run_here(shelf, work, text("facts"))
+
+
 def test_files_are_read_by_what_they_are(shelf, tiny):
     work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), index=False)
     page = Upload("page.html", io.BytesIO(b"<title>x</title><p>Hello &amp; welcome</p>"))

@@ -55,8 +55,8 @@ class Texts(WholeBody):
 
 class NewStore(Texts):
     """A store to be made, of `documents` or of one `text`, which is called as the store is. `model` is a name
-    of `/v1/models` (the only model, where there is one); `kv`, `dtype`, `weights`, `rope`, `method` and
-    `options` (such as `{"chunk": 512}`) are those of `offload-decode prefill`; `index`: build the indexes
+    of `/v1/models` (the only model, where there is one); `kv`, `dtype`, `weights`, `rope`, `system`, `method`
+    and `options` (such as `{"chunk": 512}`) are those of `offload-decode prefill`; `index`: build the indexes
     that make asking it fast.
     """
 
@@ -67,6 +67,7 @@ class NewStore(Texts):
     dtype: Short | None = None
     weights: Short | None = None
     rope: Short | None = None
+    system: str | None = None
     method: Short = "dense"
     options: dict[str, Option] = Field(default_factory=dict)
     index: bool = True
@@ -171,7 +172,7 @@ def router() -> APIRouter:
     async def create(request: Request, service: AppService) -> JobAnswer:
         """Make a store: as JSON, or as a form with the same fields and files (text, HTML, PDF, Word)."""
         async with _sent(request, NewStore, service.settings.max_body) as (asked, documents):
-            fields = asked.model_dump(include={"kv", "method", "options", "index"})
+            fields = asked.model_dump(include={"kv", "system", "method", "options", "index"})
             fields |= asked.model_dump(include={"dtype", "weights", "rope"}, exclude_none=True)
             if asked.text is not None:
                 documents = [_upload(asked.name, asked.text), *documents]

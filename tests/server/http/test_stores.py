@@ -97,6 +97,7 @@ def test_a_store_is_made_of_texts(client, shelf, says):
     says([HALF, WAIT])
     texts = [{"name": "one", "text": "Hello"}, {"name": "ü/two", "text": "World"}]
     asked = {"name": "new", "documents": texts, "kv": "int8", "options": {"chunk": 64}, "index": False}
+    asked["system"] = "Be brief."
     made = client.post("/v1/stores", json=asked)
     assert made.status_code == 202
     job = made.json()
@@ -108,6 +109,7 @@ def test_a_store_is_made_of_texts(client, shelf, says):
     jobs: Jobs = client.app.state.service.jobs
     kept = jobs.job(job["id"])
     assert (kept.work.kv, kept.work.options, kept.work.index) == ("int8", {"chunk": 64}, False)
+    assert kept.work.system == "Be brief."
     assert (kept.work.model, kept.work.dtype) == ("test/model", "float32")
     assert kept.documents == (("one", True), ("ü/two", True))
     assert (shelf / ".jobs" / kept.id / "1").read_text() == "World"
