@@ -105,9 +105,9 @@ class AskedCollection:
         """The documents that get a question, the likeliest first; none where no document has a word of it."""
         if self.choice.every:
             return self.entries
-        from offload_decode.collections.words import WORDS, ranked
+        from offload_decode.collections.words import WORDS, scores
 
-        found = ranked(self.collection.path / WORDS, question)
+        found = scores(self.collection.path / WORDS, question)
         return [self._numbered[one] for one in found if one in self._numbered][: self.choice.top or TOP]
 
     @cached_property

@@ -83,18 +83,22 @@ class Words:
         self._there -= gone
 
 
-def ranked(path: Path, question: str) -> list[int]:
-    """The numbers of the documents that have a word of the question, likeliest first. `StoreDamaged`."""
+def scores(path: Path, question: str) -> dict[int, float]:
+    """The BM25 score, above 0, of each document with a word of the question, by its number; the best first.
+    Raises `StoreDamaged`.
+    """
     words = re.findall(r"\w+", _spaced(question))[:_MOST_WORDS]
     wanted = " OR ".join(f'"{word}"' for word in dict.fromkeys(words))
     if not wanted:
-        return []
+        return {}
     _check_plain(path)
     with _surfaced(path), closing(_connected(path)) as connection:
         connection.execute("PRAGMA query_only = ON")
         _check(connection)
-        found = connection.execute("SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank", (wanted,))
-        return [int(number) for (number,) in found]
+        found = connection.execute(
+            "SELECT rowid, rank FROM words WHERE words MATCH ? ORDER BY rank", (wanted,)
+        )
+        return {int(number): -float(rank) for number, rank in found}  # SQLite's are negative
 
 
 def _spaced(text: str) -> str:

@@ -192,11 +192,14 @@ class Conversation:
                 with self.step():
                     logits = self.run(self.pending)
         if answer.reached:
-            self._take_back(answer.dropped)
+            self.take_back(answer.dropped)
         yield from answer.rest()
 
-    def _take_back(self, last: int) -> None:
+    def take_back(self, last: int) -> None:
         """Take the last tokens back, unless a selector or a recurrent layer remembers them."""
+        if last < len(self.pending):
+            self.pending = self.pending[: len(self.pending) - last]
+            return
         length = self.length + len(self.pending) - last
         generated = length - self.prefix.length
         if not self.selector.remembers and self.cache.kept(generated) == generated:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.collections import words
-from offload_decode.collections.words import WORDS, Words, number_of, ranked, verify
+from offload_decode.collections.words import WORDS, Words, number_of, scores, verify
 from offload_decode.common.errors import StoreDamaged
 
 TEXTS = {
@@ -32,11 +32,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / WORDS
 
 
-def bm25(question: str, k1: float = 1.2, b: float = 0.75) -> list[int]:
+def ranked(path: Path, question: str) -> list[int]:
+    return list(scores(path, question))
+
+
+def bm25(question: str, k1: float = 1.2, b: float = 0.75) -> dict[int, float]:
     """The definition (Robertson and Zaragoza 2009, 3.1), by hand."""
     counts = {number_of(store): Counter(re.findall(r"\w+", text.lower())) for store, text in TEXTS.items()}
     mean = sum(counted.total() for counted in counts.values()) / len(counts)
-    scores: Counter[int] = Counter()
+    found: Counter[int] = Counter()
     for word in set(re.findall(r"\w+", question.lower())):
         having = sum(word in counted for counted in counts.values())
         # SQLite takes a word that most documents have for next to nothing.
@@ -44,16 +48,17 @@ def bm25(question: str, k1: float = 1.2, b: float = 0.75) -> list[int]:
         for number, counted in counts.items():
             if counted[word]:
                 length = 1 - b + b * counted.total() / mean
-                scores[number] += weight * counted[word] * (k1 + 1) / (counted[word] + k1 * length)
-    return sorted(scores, key=lambda number: -scores[number])
+                found[number] += weight * counted[word] * (k1 + 1) / (counted[word] + k1 * length)
+    return dict(found.most_common())
 
 
 @pytest.mark.parametrize(
     "question",
     ["Where is the brisk lantern?", "ships", "which city has a harbour and ships", "lantern ships"],
 )
-def test_the_order_is_that_of_bm25(path, question):
-    assert ranked(path, question) == bm25(question)
+def test_scores_and_their_order_are_those_of_bm25(path, question):
+    assert ranked(path, question) == list(bm25(question))
+    assert scores(path, question) == pytest.approx(bm25(question))
 
 
 def refused(path: Path, match: str | None) -> None:
@@ -151,7 +156,7 @@ def test_what_we_do_not_write_is_refused(path, end):
 def test_a_document_of_many_words_shuts_no_reader_out(path):
     with Words(path) as words:
         words.put(f"stores/55/{'5' * 32}.kv", " ".join(map(str, range(200_000))))
-        assert ranked(path, "ships") == bm25("ships")
+        assert ranked(path, "ships") == list(bm25("ships"))
 
 
 UNSPACED = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offload_decode.collections.collection import HEADER, Changing, Collection, Condition, Header, store_name
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal
-from offload_decode.collections.words import WORDS, Words, ranked, verify
+from offload_decode.collections.words import WORDS, Words, scores, verify
 from offload_decode.common.files import remove
 from tests.fuzz.edits import KINDS, Edit, Files, apply, join, put_back
 
@@ -122,7 +122,7 @@ class Collected(Files):
             collection.store(entry)
             for condition in CONDITIONS:
                 condition.holds(entry)
-        for number in ranked(self.path / WORDS, "Who keeps the minutes, à Paris?"):
+        for number in scores(self.path / WORDS, "Who keeps the minutes, à Paris?"):
             assert isinstance(number, int)
         verify(self.path / WORDS, [entry.store for entry in collection.entries])
         with Changing.at(self.path) as changing, Words(self.path / WORDS) as words:

@@ -12,7 +12,7 @@ import pytest
 from offload_decode.collections import journal
 from offload_decode.collections.collection import HEADER, Changing, Collection
 from offload_decode.collections.journal import DOCUMENTS
-from offload_decode.collections.words import WORDS, number_of, ranked
+from offload_decode.collections.words import WORDS, number_of, scores
 from offload_decode.common import files
 from offload_decode.common.errors import (
     ConfigError,
@@ -314,7 +314,7 @@ def test_metadata_follow_their_file_and_stay_without_one(maker, texts, out):
 
 def found(out: Path, question: str) -> set[str]:
     numbered = {number_of(entry.store): entry.name for entry in Collection(out).entries}
-    return {numbered[number] for number in ranked(out / WORDS, question)}
+    return {numbered[number] for number in scores(out / WORDS, question)}
 
 
 def test_the_words_are_those_of_the_documents(maker, texts, out, collected):

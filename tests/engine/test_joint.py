@@ -1,0 +1,153 @@
+"""Joint answers are what their formulas say of the distributions that each conversation has by itself."""
+
+import pytest
+import torch
+
+from offload_decode.common.errors import ConfigError
+from offload_decode.engine import joint
+from offload_decode.engine.conversation import Sampler
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import Joint
+from offload_decode.engine.reading import Reading
+from tests.tiny import let_models_write, random_ids, served_model, token_store
+
+QUESTION, NEW = "Who keeps the lamp?", 6
+WEIGHTS = [0.6, 0.3, 0.1]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    folder, loaded = tmp_path_factory.mktemp("stores"), served_model("llama")
+    stores = [token_store(folder / str(own), loaded, random_ids(40 + own, own)) for own in range(3)]
+    return [Engine.open(store, loaded) for store in stores]
+
+
+def logs_of(engine, tokens):
+    """The log-probabilities `[V]` of what follows a question and some tokens of an answer."""
+    talk = engine.fork()
+    logits = talk.ask(QUESTION)
+    return (talk.extend(tokens) if tokens else logits).log_softmax(-1)
+
+
+@pytest.mark.parametrize("way", ["mixture", "product"])
+@pytest.mark.parametrize("sampler", [None, (1.0, 0.9, 3)])
+def test_one_store_answers_as_by_itself(engines, way, sampler):
+    made = [None if sampler is None else Sampler(*sampler) for _ in range(2)]
+    alone = engines[0].answer(QUESTION, NEW, made[0])
+    together = Joint(engines[:1], way)
+    assert tuple(together.answer(QUESTION, None, NEW, made[1])) == alone.tokens
+    assert together.finish == alone.finish
+    assert together.shares() == [1.0]
+
+
+@pytest.mark.parametrize("way", ["mixture", "product"])
+def test_the_same_store_several_times_answers_as_once(engines, way):
+    alone = engines[0].answer(QUESTION, NEW)
+    together = Joint([engines[0]] * 3, way)
+    assert tuple(together.answer(QUESTION, WEIGHTS, NEW)) == alone.tokens
+    assert together.shares() == pytest.approx(WEIGHTS, abs=1e-4)
+
+
+@pytest.mark.parametrize("way", joint.WAYS)
+def test_each_token_is_the_likeliest_of_the_formula(engines, way):
+    together = Joint(engines, way)
+    tokens = list(together.answer(QUESTION, WEIGHTS, NEW))
+    weights = torch.tensor(WEIGHTS, dtype=torch.double)
+    for place, token in enumerate(tokens):
+        logs = torch.stack([logs_of(engine, tokens[:place]) for engine in engines]).double()
+        chance = weights[:, None] * logs.exp()
+        if way == "mixture":
+            scores = chance.sum(0)
+        elif way == "product":
+            scores = (weights[:, None] * logs).sum(0)
+        else:
+            text = engines[0].prompt.document(engines[0].tokenizer, "", first=True)
+            alone = joint.without_corpus(engines[0].loaded)
+            asked = [*text, *engines[0].question_tokens(QUESTION), *tokens[:place]]
+            own = alone.extend(asked).log_softmax(-1).double()
+            each = (1 + joint.BETA) * logs - joint.BETA * own + joint.GAMMA * weights[:, None].log()
+            scores = each.max(0).values
+        best = scores.topk(2).values
+        assert scores[token] == best[0] > best[1] + 1e-6  # no tie that rounding decides
+        shares = chance[:, token] / chance[:, token].sum()
+        assert together.carried[place].shares == pytest.approx(shares.tolist(), abs=1e-4)
+        weights = shares
+
+
+def test_what_drops_out_changes_no_distribution_by_more_than_its_weight(engines, monkeypatch):
+    monkeypatch.setattr(joint, "LIGHTEST", 0.2)
+    some, every = Joint(engines), Joint(engines)
+    logits = some.ask(QUESTION, WEIGHTS)
+    assert (some.working, len(logits)) == ([0, 1], 2)
+    monkeypatch.setattr(joint, "LIGHTEST", 1e-9)
+    both = (some, logits), (every, every.ask(QUESTION, WEIGHTS))
+    left, whole = (own.joined(logs.log_softmax(-1)).softmax(-1) for own, logs in both)
+    assert 0 < (left - whole).abs().sum() / 2 <= WEIGHTS[2]
+
+
+def test_who_dropped_out_hears_what_was_said_before_the_next_question(engines, monkeypatch):
+    monkeypatch.setattr(joint, "LIGHTEST", 0.45)
+    together = Joint(engines)
+    first = list(together.answer(QUESTION, WEIGHTS, NEW))
+    assert together.working == [0]
+    logits = together.ask("And then?", [1.0, 1.0, 1.0])
+    for engine, own in zip(engines, logits, strict=True):
+        talk = engine.fork()
+        talk.ask(QUESTION)
+        talk.extend(first)
+        assert (own - talk.ask("And then?")).abs().max() < 1e-3
+
+
+def test_an_answer_ends_before_the_next_question(engines, monkeypatch):
+    monkeypatch.setattr(joint, "LIGHTEST", 0.2)
+    let_models_write(monkeypatch, "the keeper\nQuestion: who")
+    together = Joint(engines)
+    tokens = list(together.answer(QUESTION, WEIGHTS, 40))
+    assert (engines[0].decode(tokens), together.finish) == ("the keeper", "stop")
+    assert len(together.carried) == len(tokens)
+    said = [*engines[0].question_tokens(QUESTION), *tokens]
+    assert [talk.tokens + talk.pending for talk in together.talks] == [said] * 3
+
+
+def test_citations_name_documents_by_what_they_gave(engines):
+    together = Joint(engines, cites=True)
+    list(together.answer(QUESTION, WEIGHTS, NEW))
+    cited = together.citations()
+    assert [one.share for one in cited] == sorted((one.share for one in cited), reverse=True)
+    assert sum(one.share for one in cited) <= 1 + 1e-6
+    assert {one.name for one in cited} == {"all"}
+
+
+def test_reading_answers_from_the_passages_as_from_their_text(engines):
+    reading = Reading(engines)
+    tokens = list(reading.answer(QUESTION, None, NEW))
+    shown = reading.citations()
+    text = "\n\n".join(f"{one.name}: {span.text}" for one in shown for span in one.spans[:2])
+    assert len(shown) == len(engines)
+    prompt, tokenizer = engines[0].prompt, engines[0].tokenizer
+    talk = joint.without_corpus(engines[0].loaded)
+    logits = talk.extend([*prompt.document(tokenizer, text, first=True), *prompt.first(tokenizer, QUESTION)])
+    assert tokens == list(talk.generate(logits, NEW))
+    assert reading.take_stats().tokens > len(tokens)
+    again = list(reading.answer("And then?", None, NEW))
+    assert reading.talks[0].pending[-len(again) :] == again
+    asked = engines[0].question_tokens(QUESTION)
+    assert reading.talks[0].pending[: len(asked)] == asked
+
+
+def test_stores_of_two_models_are_refused(engines, tmp_path):
+    other = served_model("llama", seed=1)
+    store = token_store(tmp_path / "other", other, random_ids(20))
+    with pytest.raises(ConfigError, match="several models"):
+        Joint([engines[0], Engine.open(store, other)])
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]])
+def test_weights_are_above_zero_and_one_for_each_document(engines, weights):
+    with pytest.raises(ConfigError, match="weight"):
+        Joint(engines).ask(QUESTION, weights)
+
+
+def test_an_unknown_way_is_refused(engines):
+    with pytest.raises(ConfigError, match="mixture, product, pced"):
+        Joint(engines, "vote")
