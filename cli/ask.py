@@ -19,11 +19,13 @@ from offload_decode.cli.errors import exit_code, sentence
 from offload_decode.cli.limits import AskOptions, check_options, cluster_of, engine_opener, open_engine
 from offload_decode.cli.options import From, option, question_from, with_groups, workers_option
 from offload_decode.cli.output import Progress
+from offload_decode.cli.together import Together, TogetherChoice, refuse_elsewhere
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.collections.journal import Entry
     from offload_decode.config import EngineConfig
+    from offload_decode.engine.conversation import Conversation
     from offload_decode.engine.engine import Engine
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
     from offload_decode.store.format import Manifest
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
 
 @with_groups
 def ask(
-    store: Annotated[
-        Path,
+    stores: Annotated[
+        list[Path],
         opts.store_argument(
-            "A store made by `prefill`, a collection made by `collect`, or a collection's URL in a bucket.",
+            "A store made by `prefill` (with --together several), a collection made by `collect`, or a "
+            "collection's URL in a bucket.",
             None,
         ),
     ],
@@ -45,6 +48,7 @@ def ask(
     options: AskOptions,
     address: Annotated[ServerAddress | None, From(client.server_address)],
     choice: DocumentChoice,
+    together: TogetherChoice,
     max_new_tokens: opts.MaxNewTokens = 128,
     temperature: opts.Temperature = 0.0,
     top_p: opts.TopP = 1.0,
@@ -64,20 +68,27 @@ def ask(
     """Answer one question from a store, or from documents of a collection.
 
     The answer is printed as it is generated. In a collection, --top, --all and --where choose the documents
-    to ask, and each answer follows the name of its document.
+    to ask, and each answer follows the name of its document. With --together they give one answer.
 
     With --workers ray, a store may be larger than the memory of one machine; every worker applies the budget
     to its own tokens. Answers from a collection are printed as they arrive.
     """
     server = address is not None
+    refuse_elsewhere(together, server, workers is not None)
     cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     config = options.config
     wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed, cites)
     one = _Question(question_from(question), wanted, as_json, stats)
-    with open_collection([store], address, choice, Progress) as asked:
+    with open_collection(stores, address, choice, Progress) as asked:
+        together.check(stores, asked)
+        if together.together is not None:
+            check_options(options)
+            _ask_together(Together(stores, asked, together, options, cites), one)
+            return
         if asked is not None:
             _ask_collection(asked, one, options, cluster)
             return
+    store = stores[0]
     if cluster is not None and cites:
         raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
     if address is not None:
@@ -92,6 +103,29 @@ def ask(
 
         with scattered(engine, cluster, config) as on_workers:
             _ask_engine(on_workers, str(store), one)
+
+
+def _ask_together(together: Together, question: _Question) -> None:
+    wanted = question.wanted
+    with together.opened(question.text) as talk:
+        if question.as_json or wanted.cite:
+            given = talk.answer(question.text, wanted.max_new_tokens, wanted.sampler)
+            cost = given.stats
+        else:
+            show(talk.stream(question.text, wanted.max_new_tokens, wanted.sampler))
+            cost = talk.joint.take_stats()
+        if question.as_json:
+            told = {"question": question.text, **answer_fields(given), **together.choice.settings}
+            output.answer_json(told | talk.fields() | {"stats": asdict(cost)})
+        else:
+            if wanted.cite:
+                show([given.text])
+            tell_cut(talk.joint.finish, wanted.max_new_tokens, talk.joint.most_new(1))
+            output.note(talk.note())
+        if wanted.cite and not question.as_json:
+            output.note("\n".join(filter(None, (talk.carried(), cited_text(given.citations or ())))))
+        if question.stats:
+            output.note(describe(cost, talk.joint.talks[0], talk.stored))
 
 
 class _Question(NamedTuple):
@@ -209,8 +243,9 @@ def cited_text(citations: Sequence[CitedDocument]) -> str:
     return "\n".join(lines)
 
 
-def describe(cost: StepStats, engine: Engine) -> str:
-    stored = engine.prefix.length
+def describe(cost: StepStats, engine: Conversation, stored: int | None = None) -> str:
+    """What an answer cost. `stored`: tokens before each conversation, where several answered together."""
+    stored = engine.prefix.length if stored is None else stored
     attended = cost.selected / max(1, cost.rows)
     other = cost.total_s - cost.search_s - cost.gather_s - cost.attend_s
     attentions = sum(cost.attended.values())

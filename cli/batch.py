@@ -31,6 +31,7 @@ from offload_decode.cli.questions import (
     read_answered,
     read_questions,
 )
+from offload_decode.cli.together import Together, TogetherChoice, refuse_elsewhere
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def batch(
     options: AskOptions,
     address: Annotated[ServerAddress | None, From(client.server_address)],
     choice: DocumentChoice,
+    together: TogetherChoice,
     max_new_tokens: opts.MaxNewTokens = 128,
     batch_size: Annotated[
         int,
@@ -82,7 +84,8 @@ def batch(
     "citations" with --cite, and all other fields of the question's line.
 
     In a collection, a question goes to the documents that --all, --top and --where choose, or to the one that
-    its line names as "document"; the answer's line names its "document".
+    its line names as "document"; the answer's line names its "document". With --together, each question gets
+    one answer, whose line names its "documents".
 
     With --workers ray, answers are written as they arrive, and a lost worker is replaced. Workers for which
     the cluster has no room start when a machine joins it.
@@ -93,6 +96,7 @@ def batch(
     if address is not None:
         client.check_server_options(options)
     server = address is not None
+    refuse_elsewhere(together, server, workers is not None)
     cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     check_out(out)
     read = read_questions(questions)
@@ -102,12 +106,15 @@ def batch(
         Progress(quiet) as progress,
         open_collection(stores, address, choice, lambda: nullcontext(progress)) as collection,
     ):
-        if collection is not None:
+        if together.together is not None:
+            together.check(stores, collection)
+            asked = together.assign(read, stores)
+        elif collection is not None:
             asked = collection.assign(read)
         else:
             given = [os.path.normpath(store) for store in stores]
             asked = assign(read, given, among(given))
-        job = Batch(options, out, collection, max_new_tokens, batch_size, cites, progress)
+        job = Batch(options, out, collection, max_new_tokens, batch_size, cites, progress, together.settings)
         answered = read_answered(out, job.settings)
         left = {store: [q for q in group if q.key(store) not in answered] for store, group in asked.items()}
         job.total = sum(map(len, left.values()))
@@ -118,6 +125,8 @@ def batch(
             _ask_server(address, unasked, job)
         elif unasked and cluster is not None:
             _answer_on_ray(cluster, unasked, job)
+        elif unasked and together.together is not None:
+            _answer_together(unasked, job, Together(stores, collection, together, options, cites))
         elif unasked:
             _answer_here(unasked, job)
     done = job.total - sum(number for number, _ in job.failures.values())
@@ -147,6 +156,7 @@ class Batch:
     size: int
     cites: bool
     progress: Progress
+    together: Mapping[str, object]
     total: int = 0
     done: int = 0
     failures: dict[str, tuple[int, OffloadDecodeError]] = field(default_factory=dict)
@@ -156,12 +166,13 @@ class Batch:
         """The fields of every line that say how it was answered."""
         config = self.options.config
         told = {"selector": config.selector, "options": config.options, "max_new_tokens": self.max_new_tokens}
-        told |= {"model": config.model, "weights": config.weights}
+        told |= {"model": config.model, "weights": config.weights, **self.together}
         return told | ({"cite": True} if self.cites else {})
 
     def write(self, store: str, answered: Iterable[tuple[Question, Mapping[str, object]]]) -> None:
         """Append answers to questions, as the fields that each has, to the output, and show the progress."""
-        document = {} if self.collection is None else {"document": self.collection.stores[store].name}
+        entry = None if self.collection is None else self.collection.stores.get(store)
+        document = {} if entry is None else {"document": entry.name}
         lines = [
             {"id": question.id, "store": store, "question": question.text}
             | {**answer, **self.settings, **question.extra, **document}
@@ -199,6 +210,18 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
                     answered += len(part)
         except OffloadDecodeError as error:
             job.fail(store, len(group) - answered, error)
+
+
+def _answer_together(left: dict[str, list[Question]], job: Batch, together: Together) -> None:
+    """Answer one question after the other, each from all of its stores."""
+    for store, group in left.items():
+        for question in group:
+            try:
+                with together.opened(question.text) as talk:
+                    given = talk.answer(question.text, job.max_new_tokens)
+                    job.write(store, [(question, answer_fields(given) | talk.fields())])
+            except OffloadDecodeError as error:
+                job.fail(store, 1, error)
 
 
 def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:

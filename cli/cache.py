@@ -16,6 +16,7 @@ KINDS = {
     "fingerprints": "fingerprints of weights, sizes of models, plain questions of citations",
     "verified": "files that were found right",
     "fetched": "what was read of stores in buckets",
+    "joined": "stores of several documents, for --join exact",
 }
 """By folder; others there belong to commands that are running."""
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +20,12 @@ from offload_decode.cli import client, output
 from offload_decode.cli import options as opts
 from offload_decode.cli.ask import show, tell_cut
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
+from offload_decode.cli.collections import DocumentChoice, open_collection
 from offload_decode.cli.errors import sentence
-from offload_decode.cli.limits import AskOptions, open_engine
-from offload_decode.cli.options import From, with_groups
+from offload_decode.cli.limits import AskOptions, check_options, open_engine
+from offload_decode.cli.options import From, on_this_machine, with_groups
+from offload_decode.cli.output import Progress
+from offload_decode.cli.together import Talk, Together, TogetherChoice, refuse_elsewhere
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
@@ -44,9 +48,15 @@ _FIELDS = {"format", "version", "store", "model", "turns"}
 
 @with_groups
 def chat(
-    store: opts.Store,
+    stores: Annotated[
+        list[Path],
+        opts.store_argument(
+            "A store made by `prefill`; with --together several, or a collection made by `collect`.", None
+        ),
+    ],
     options: AskOptions,
     address: Annotated[ServerAddress | None, From(client.server_address)],
+    together: TogetherChoice,
     max_new_tokens: opts.MaxNewTokens = 256,
     temperature: opts.Temperature = 0.0,
     top_p: opts.TopP = 1.0,
@@ -55,13 +65,26 @@ def chat(
     """Hold a conversation about a store.
 
     Each line is a question, and every answer sees the turns before it. /help lists the commands: /reset,
-    /save FILE, /load FILE, /quit. Ctrl-C stops an answer and the conversation continues.
+    /save FILE, /load FILE, /quit. Ctrl-C stops an answer and the conversation continues. With --together, the
+    first question chooses the documents of a collection for all that follow; /reset begins anew.
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
+    refuse_elsewhere(together, address is not None, workers=False)
     config = options.config
     wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed)
+    if together.together is not None:
+        with open_collection(stores, None, DocumentChoice(), Progress) as asked:
+            together.check(stores, asked)
+            check_options(options)
+            joint = JointTranscript(
+                Together(stores, asked, together, options), max_new_tokens, wanted.sampler
+            )
+            _Chat(joint, at_terminal).run(None)
+        return
+    together.check(stores, None)
+    store = on_this_machine(stores[0])
     if address is not None:
         client.check_server_options(options)
         with Server(address) as server:
@@ -219,17 +242,58 @@ class RemoteTranscript:
 
 
 @dataclass
+class JointTranscript:
+    """A conversation with the stores that are chosen for its first question."""
+
+    together: Together
+    max_new_tokens: int
+    sampler: Sampler
+    turns: list[str] = field(default_factory=list)  # questions
+    talk: Talk | None = None
+    _held: ExitStack = field(default_factory=ExitStack)
+
+    def answer(self, question: str) -> Iterator[str]:
+        """Ask a question and yield the answer; if interrupted, the part that is written stays."""
+        if self.talk is None:
+            self.talk = self._held.enter_context(self.together.opened(question))
+        self.turns.append(question)
+        return self.talk.stream(question, self.max_new_tokens, self.sampler)
+
+    def tell_cut(self) -> None:
+        """Say whether the last answer was cut by its length, and what it was joined from."""
+        assert self.talk is not None, "a question was answered"
+        tell_cut(self.talk.joint.finish, self.max_new_tokens, self.talk.joint.most_new(1))
+        output.note(self.talk.note())
+
+    def reset(self) -> None:
+        self._held.close()
+        self.talk, self.turns = None, []
+
+    def save(self, file: Path) -> None:
+        """Raises `ConfigError`: a saved conversation is about one store."""
+        raise ConfigError("with --together, nothing is saved or loaded: chat about one store for that")
+
+    load = save
+
+    @property
+    def length(self) -> int:
+        """Tokens of the turns: 0, as no file has them."""
+        return 0
+
+
+@dataclass
 class _Chat:
     """Reads and answers lines. An error ends only its line at a terminal, and the command elsewhere."""
 
-    transcript: Transcript | RemoteTranscript
+    transcript: Transcript | RemoteTranscript | JointTranscript
     at_terminal: bool
 
-    def run(self, stored: int) -> None:
+    def run(self, stored: int | None) -> None:
         if self.at_terminal:
             import readline  # noqa: F401  # editing and history for input()
 
-            output.note(f"{stored:,} tokens are ready. Ask something; /help lists the commands.")
+            ready = "" if stored is None else f"{stored:,} tokens are ready. "
+            output.note(f"{ready}Ask something; /help lists the commands.")
         while (line := self._line()) is not None:
             turns = len(self.transcript.turns)
             try:

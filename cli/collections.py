@@ -101,20 +101,15 @@ class AskedCollection:
             self.collection.store(self.stores[store])
         return None
 
-    def documents(self, question: str) -> Sequence[Entry]:
-        """The documents that get a question, the likeliest first; none where no document has a word of it."""
+    def documents(self, question: str, most: int | None = None) -> Sequence[Entry]:
+        """The documents that get a question, the likeliest first, `most` of them where that is given; none
+        where no document has a word of it.
+        """
         if self.choice.every:
             return self.entries
-        from offload_decode.collections.words import WORDS, scores
+        from offload_decode.collections.together import best
 
-        found = scores(self.collection.path / WORDS, question)
-        return [self._numbered[one] for one in found if one in self._numbered][: self.choice.top or TOP]
-
-    @cached_property
-    def _numbered(self) -> dict[int, Entry]:
-        from offload_decode.collections.words import number_of
-
-        return {number_of(entry.store): entry for entry in self.entries}
+        return best(self.collection, question, most or self.choice.top or TOP, self.entries)
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
         """The questions for each store, or in `unmatched`. Raises `ConfigError` for an unknown document."""

@@ -18,6 +18,7 @@ from offload_decode.prefill_jobs.documents.files import read_plain
 _RESERVED = (
     *("answer", "tokens", "finish", "citations"),
     *("selector", "options", "max_new_tokens", "model", "weights", "cite"),
+    *("together", "join", "joined"),
 )
 _FIRST = '{"id": '
 _LONGEST = 16 << 20  # bytes of an answer's line, which is read whole

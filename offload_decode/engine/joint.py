@@ -21,7 +21,7 @@ from offload_decode.engine.citations import LEAST, Watch
 from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import without_corpus
 from offload_decode.models.loading import Processors
-from offload_decode.types import CitedDocument, StepStats
+from offload_decode.types import Answer, CitedDocument, StepStats
 
 BETA, GAMMA = 0.25, 2.5
 """Of `pced`: how much the model without a document is taken off, and how much the weights count."""
@@ -107,9 +107,11 @@ class Joint:
         weights: Sequence[float] | None = None,
         max_new_tokens: int = 128,
         sampler: Sampler | None = None,
-    ) -> Iterator[int]:
-        """The tokens of an answer, as `ask` and `generate` give them."""
-        yield from self.generate(self.ask(question, weights), max_new_tokens, sampler)
+    ) -> Answer:
+        """Answer a question; the conversation goes on from there. `weights` as for `ask`."""
+        tokens = tuple(self.tokens(question, weights, max_new_tokens, sampler))
+        cited = self.citations() if self.cites else None
+        return Answer(self.talks[0].decode(tokens).strip(), tokens, self.take_stats(), self.finish, cited)
 
     def stream(
         self,
@@ -118,8 +120,14 @@ class Joint:
         max_new_tokens: int = 128,
         sampler: Sampler | None = None,
     ) -> Iterator[str]:
-        """`answer` as text, piece by piece."""
-        return self.talks[0].pieces(self.answer(question, weights, max_new_tokens, sampler))
+        """An answer piece by piece, as it comes."""
+        return self.talks[0].pieces(self.tokens(question, weights, max_new_tokens, sampler))
+
+    def tokens(
+        self, question: str, weights: Sequence[float] | None, max_new_tokens: int, sampler: Sampler | None
+    ) -> Iterator[int]:
+        """Token ids of an answer: `ask`, and `generate` from there."""
+        yield from self.generate(self.ask(question, weights), max_new_tokens, sampler)
 
     def ask(self, question: str, weights: Sequence[float] | None = None) -> Tensor:
         """Put a question to all: the logits after it, `[K, V]` of the K documents at work (and a row of the

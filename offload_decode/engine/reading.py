@@ -26,16 +26,10 @@ class Reading(Joint):
         self.passages: list[CitedDocument] = []
         self._stats = StepStats()
 
-    def answer(
-        self,
-        question: str,
-        weights: Sequence[float] | None = None,
-        max_new_tokens: int = 128,
-        sampler: Sampler | None = None,
+    def tokens(
+        self, question: str, weights: Sequence[float] | None, max_new_tokens: int, sampler: Sampler | None
     ) -> Iterator[int]:
-        """The tokens of an answer; `weights` as for `ask`. What was said before is said again behind the
-        passages.
-        """
+        """Token ids of an answer. What was said before is said again behind the passages."""
         draft, first = self.fork(), self.talks[0]
         for _ in draft.generate(draft.ask(question, weights), DRAFT_TOKENS):
             pass

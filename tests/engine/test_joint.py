@@ -35,7 +35,7 @@ def test_one_store_answers_as_by_itself(engines, way, sampler):
     made = [None if sampler is None else Sampler(*sampler) for _ in range(2)]
     alone = engines[0].answer(QUESTION, NEW, made[0])
     together = Joint(engines[:1], way)
-    assert tuple(together.answer(QUESTION, None, NEW, made[1])) == alone.tokens
+    assert together.answer(QUESTION, None, NEW, made[1]).tokens == alone.tokens
     assert together.finish == alone.finish
     assert together.shares() == [1.0]
 
@@ -44,14 +44,14 @@ def test_one_store_answers_as_by_itself(engines, way, sampler):
 def test_the_same_store_several_times_answers_as_once(engines, way):
     alone = engines[0].answer(QUESTION, NEW)
     together = Joint([engines[0]] * 3, way)
-    assert tuple(together.answer(QUESTION, WEIGHTS, NEW)) == alone.tokens
+    assert together.answer(QUESTION, WEIGHTS, NEW).tokens == alone.tokens
     assert together.shares() == pytest.approx(WEIGHTS, abs=1e-4)
 
 
 @pytest.mark.parametrize("way", joint.WAYS)
 def test_each_token_is_the_likeliest_of_the_formula(engines, way):
     together = Joint(engines, way)
-    tokens = list(together.answer(QUESTION, WEIGHTS, NEW))
+    tokens = together.answer(QUESTION, WEIGHTS, NEW).tokens
     weights = torch.tensor(WEIGHTS, dtype=torch.double)
     for place, token in enumerate(tokens):
         logs = torch.stack([logs_of(engine, tokens[:place]) for engine in engines]).double()
@@ -88,7 +88,7 @@ def test_what_drops_out_changes_no_distribution_by_more_than_its_weight(engines,
 def test_who_dropped_out_hears_what_was_said_before_the_next_question(engines, monkeypatch):
     monkeypatch.setattr(joint, "LIGHTEST", 0.45)
     together = Joint(engines)
-    first = list(together.answer(QUESTION, WEIGHTS, NEW))
+    first = together.answer(QUESTION, WEIGHTS, NEW).tokens
     assert together.working == [0]
     logits = together.ask("And then?", [1.0, 1.0, 1.0])
     for engine, own in zip(engines, logits, strict=True):
@@ -102,8 +102,9 @@ def test_an_answer_ends_before_the_next_question(engines, monkeypatch):
     monkeypatch.setattr(joint, "LIGHTEST", 0.2)
     let_models_write(monkeypatch, "the keeper\nQuestion: who")
     together = Joint(engines)
-    tokens = list(together.answer(QUESTION, WEIGHTS, 40))
-    assert (engines[0].decode(tokens), together.finish) == ("the keeper", "stop")
+    answer = together.answer(QUESTION, WEIGHTS, 40)
+    tokens = answer.tokens
+    assert (answer.text, answer.finish) == ("the keeper", "stop")
     assert len(together.carried) == len(tokens)
     said = [*engines[0].question_tokens(QUESTION), *tokens]
     assert [talk.tokens + talk.pending for talk in together.talks] == [said] * 3
@@ -111,8 +112,7 @@ def test_an_answer_ends_before_the_next_question(engines, monkeypatch):
 
 def test_citations_name_documents_by_what_they_gave(engines):
     together = Joint(engines, cites=True)
-    list(together.answer(QUESTION, WEIGHTS, NEW))
-    cited = together.citations()
+    cited = together.answer(QUESTION, WEIGHTS, NEW).citations
     assert [one.share for one in cited] == sorted((one.share for one in cited), reverse=True)
     assert sum(one.share for one in cited) <= 1 + 1e-6
     assert {one.name for one in cited} == {"all"}
@@ -120,16 +120,16 @@ def test_citations_name_documents_by_what_they_gave(engines):
 
 def test_reading_answers_from_the_passages_as_from_their_text(engines):
     reading = Reading(engines)
-    tokens = list(reading.answer(QUESTION, None, NEW))
-    shown = reading.citations()
+    answer = reading.answer(QUESTION, None, NEW)
+    shown = answer.citations
     text = "\n\n".join(f"{one.name}: {span.text}" for one in shown for span in one.spans[:2])
     assert len(shown) == len(engines)
     prompt, tokenizer = engines[0].prompt, engines[0].tokenizer
     talk = joint.without_corpus(engines[0].loaded)
     logits = talk.extend([*prompt.document(tokenizer, text, first=True), *prompt.first(tokenizer, QUESTION)])
-    assert tokens == list(talk.generate(logits, NEW))
-    assert reading.take_stats().tokens > len(tokens)
-    again = list(reading.answer("And then?", None, NEW))
+    assert answer.tokens == tuple(talk.generate(logits, NEW))
+    assert answer.stats.tokens > len(answer.tokens)
+    again = list(reading.answer("And then?", None, NEW).tokens)
     assert reading.talks[0].pending[-len(again) :] == again
     asked = engines[0].question_tokens(QUESTION)
     assert reading.talks[0].pending[: len(asked)] == asked

@@ -1,0 +1,253 @@
+"""--together: one answer from several stores, or from several documents of a collection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from offload_decode.cli import output
+from offload_decode.cli.collections import CACHE, AskedCollection
+from offload_decode.cli.limits import AskOptions, engine_opener
+from offload_decode.cli.options import RETRIEVAL, byte_count, option
+from offload_decode.cli.output import Progress
+from offload_decode.cli.questions import Question, assign
+from offload_decode.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload_decode.engine.conversation import Sampler
+    from offload_decode.engine.engine import Engine
+    from offload_decode.engine.joint import Joint
+    from offload_decode.types import Answer
+
+LEAST = 0.01  # of an answer: a document that gave less is not named
+JOINS = ("mixture", "product", "pced", "read", "exact")
+
+
+@dataclass(frozen=True)
+class TogetherChoice:
+    """The options of one answer from several stores. Raises `ConfigError`."""
+
+    together: Annotated[
+        int | None,
+        option(
+            "N",
+            "Give one answer from N documents of a collection, those with the best BM25 score, or from the N "
+            "stores that are named; not exact attention to all of them, but for --join exact.",
+            min=1,
+            panel=RETRIEVAL,
+        ),
+    ] = None
+    join: Annotated[
+        str | None,
+        option(
+            "WAY",
+            "With --together: mixture, product or pced (join the distributions of the next token), read "
+            "(answer from the passages that were attended to), or exact (prefill the documents as one store, "
+            "which is kept).  [default: mixture]",
+            panel=RETRIEVAL,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.join is not None and self.together is None:
+            raise ConfigError("--join says how --together joins: give --together N too, or leave it out")
+        if self.join is not None and self.join not in JOINS:
+            raise ConfigError(f"there is no --join {self.join}: choose {', '.join(JOINS)}")
+
+    @property
+    def way(self) -> str:
+        return self.join or "mixture"
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a line of answers says of it."""
+        return {} if self.together is None else {"together": self.together, "join": self.way}
+
+    def check(self, stores: Sequence[Path], collection: AskedCollection | None) -> None:
+        """Raise `ConfigError` where so many stores are not asked in this way."""
+        count = len(stores)
+        if self.together is None:
+            if count > 1:
+                raise ConfigError(
+                    f"{count} stores are given: give --together {count} for one answer from all of them, or "
+                    "put the question in quotation marks"
+                )
+        elif collection is None and count != self.together:
+            raise ConfigError(
+                f"--together {self.together} takes as many stores, and {output.count(count, 'store')} "
+                f"{'is' if count == 1 else 'are'} given: give --together {count}, or a collection"
+            )
+        elif collection is not None and (collection.choice.every or collection.choice.top is not None):
+            raise ConfigError("--together, --top and --all each say how many documents: leave the others out")
+
+    def assign(self, questions: Sequence[Question], stores: Sequence[Path]) -> dict[str, list[Question]]:
+        """All questions for all stores together. Raises `ConfigError` for a question that names one."""
+        for question in questions:
+            if question.store is not None or "document" in question.extra:
+                raise ConfigError(
+                    f"line {question.line} of the questions names its store or document, and --together asks "
+                    "several: leave one of them out"
+                )
+        every = " + ".join(map(str, stores))
+        return assign(questions, [every], lambda question: [every])
+
+
+def refuse_elsewhere(choice: TogetherChoice, server: bool, workers: bool) -> None:
+    """Raise `ConfigError` for --together with what asks stores elsewhere."""
+    for other, given in (("--server", server), ("--workers", workers)):
+        if choice.together is not None and given:
+            raise ConfigError(f"--together and {other} do not go together: leave one of them out")
+
+
+@dataclass
+class Talk:
+    """Stores that are open and answer as one. `names`: what users call their documents, with their
+    `addresses`; `weigh`: the weights of the documents for a question. With --join exact, `joint` has the one
+    store that was made of all.
+    """
+
+    joint: Joint
+    way: str
+    names: Sequence[str]
+    addresses: Sequence[str]
+    weigh: Callable[[str], Sequence[float] | None]
+
+    def stream(self, question: str, most: int, sampler: Sampler) -> Iterator[str]:
+        """An answer piece by piece; the conversation goes on from there."""
+        return self.joint.stream(question, self.weigh(question), most, sampler)
+
+    def answer(self, question: str, most: int, sampler: Sampler | None = None) -> Answer:
+        """An answer as a whole."""
+        return self.joint.answer(question, self.weigh(question), most, sampler)
+
+    @property
+    def stored(self) -> int:
+        """Stored tokens before each conversation, on average."""
+        return sum(talk.prefix.length for talk in self.joint.talks) // len(self.joint.talks)
+
+    def fields(self) -> dict[str, object]:
+        """What JSON says of the last answer beside its text: its documents; where their distributions were
+        joined, also their shares of it, and of each token where the answer cites.
+        """
+        documents: list[dict[str, object]] = [
+            {"document": name, "store": address}
+            for name, address in zip(self.names, self.addresses, strict=True)
+        ]
+        told: dict[str, object] = {"exact": self.way == "exact", "documents": documents}
+        if self._carried:
+            for document, share in zip(documents, self.joint.shares(), strict=True):
+                document["share"] = share
+            if self.joint.cites:
+                told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried]
+        return {"joined": told}
+
+    def note(self) -> str:
+        """What a reader of the last answer should know of it."""
+        count = output.count(len(self.names), "document")
+        if self.way == "exact":
+            return f"Answered with exact attention to {count}: {output.some(self.names)}."
+        shares = sorted(zip(self.joint.shares(), self.names, strict=True), reverse=True)
+        given = ", ".join(f"{output.one_line(name)} {share:.0%}" for share, name in shares if share >= LEAST)
+        way = "from passages of" if self.way == "read" else f"by {self.way} from"
+        return f"Joined {way} {count}, with no attention from one to another{given and ': '}{given}."
+
+    def carried(self) -> str:
+        """Runs of the last answer's tokens, each with the document that gave most to them."""
+        lines = []
+        for name, run in groupby(self._carried, lambda one: self.names[one[1].index(max(one[1]))]):
+            own = list(run)
+            share = sum(max(shares) for _, shares in own) / len(own)
+            text = " ".join("".join(text for text, _ in own).split())
+            lines.append(f"{share:4.0%}  {output.one_line(name)}: {text}")
+        return "\n".join(lines)
+
+    @property
+    def _carried(self) -> list[tuple[str, Sequence[float]]]:
+        """The tokens of the last answer as text, with the share of each document, where there are several."""
+        if self.way == "exact":
+            return []
+        decode = self.joint.talks[0].decode
+        return [(decode([one.token]), one.shares) for one in self.joint.carried]
+
+
+@dataclass
+class Together:
+    """The stores that give one answer: of a `collection`, or those given."""
+
+    stores: Sequence[Path]
+    collection: AskedCollection | None
+    choice: TogetherChoice
+    options: AskOptions
+    cites: bool = False
+    open_engine: Callable[[str], Engine] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.open_engine = engine_opener(self.options)
+
+    @contextmanager
+    def opened(self, question: str) -> Iterator[Talk]:
+        """The stores for a question, open to be asked. Raises `ConfigError` where no document has a word of
+        it, and for stores of several models; also what opening raises.
+        """
+        from offload_decode.collections.together import weights
+        from offload_decode.engine.joint import Joint
+        from offload_decode.engine.reading import Reading
+
+        with ExitStack() as held:
+            weigh: Callable[[str], Sequence[float] | None]
+            if self.collection is None:
+                names = addresses = [str(store) for store in self.stores]
+                paths, weigh = list(self.stores), _alike
+                _check_models(paths)
+            else:
+                entries = self.collection.documents(question, self.choice.together)
+                if not entries:
+                    raise ConfigError("no document contains a word of the question: rephrase it")
+                if self.choice.way == "exact":
+                    entries = sorted(entries)  # the same documents are found again, whichever was the best
+                paths = [held.enter_context(self.collection.collection.held(entry)) for entry in entries]
+                names = [entry.name for entry in entries]
+                addresses = [self.collection.collection.address(entry) for entry in entries]
+                weigh = partial(weights, self.collection.collection, entries=entries)
+            engines = [self.open_engine(str(path)) for path in paths]
+            if (way := self.choice.way) == "read":
+                joint: Joint = Reading(engines)
+            elif way == "exact":
+                whole = held.enter_context(self._joined(engines))
+                joint, weigh = Joint([self.open_engine(str(whole))], cites=self.cites), _alike
+            else:
+                joint = Joint(engines, way, self.cites)
+            yield Talk(joint, way, names, addresses, weigh)
+
+    @contextmanager
+    def _joined(self, engines: Sequence[Engine]) -> Iterator[Path]:
+        from offload_decode.prefill_jobs.joined import joined_store
+
+        stores = [engine.store for engine in engines]
+        with (
+            Progress() as progress,
+            joined_store(stores, engines[0].loaded, byte_count(CACHE), progress) as path,
+        ):
+            yield path
+
+
+def _alike(question: str) -> None:
+    """No weights: all stores begin alike."""
+
+
+def _check_models(stores: Sequence[Path]) -> None:
+    """Raise `ConfigError` for stores of several models, before one of them is loaded."""
+    from offload_decode.store.reader import KVStore
+
+    manifests = [KVStore.open(store).manifest for store in stores]
+    for store, own in zip(stores, manifests, strict=True):
+        if own.weights_hash != manifests[0].weights_hash:
+            raise ConfigError(
+                f"{store} was made by {own.model_id}, and {stores[0]} by {manifests[0].model_id}: give "
+                "stores of one model"
+            )

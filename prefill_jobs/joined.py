@@ -1,0 +1,60 @@
+"""Several stores as one: their documents prefilled one behind the other, kept in the user's cache and found
+again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+
+from offload_decode.engine.text import decode
+from offload_decode.indexes.verified import cache_folder
+from offload_decode.models.loading import LoadedModel
+from offload_decode.planning.sizes import store_bytes
+from offload_decode.prefill_jobs.buckets.cache import Cache
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import Settings, prefill_texts
+from offload_decode.store.files import Progress
+from offload_decode.store.reader import KVStore
+
+FOLDER = "joined"
+
+
+@contextmanager
+def joined_store(
+    stores: Sequence[KVStore],
+    loaded: LoadedModel,
+    limit: int,
+    progress: Progress = lambda stage, done, total: None,
+) -> Iterator[Path]:
+    """A store of the documents of all stores of one model, prefilled with exact attention, while it is used.
+    `limit`: bytes that all stores of this kind may take. A prefill that was killed goes on.
+
+    Raises `DoesNotFit` and what a prefill raises.
+    """
+    settings = Settings(system=stores[0].manifest.prefill.get("system"))
+    key = json.dumps([loaded.weights_hash, settings.system, *(store.store_digest for store in stores)])
+
+    def fill(path: Path, admit: Callable[[int], None]) -> None:
+        tokens = sum(store.manifest.n_tokens for store in stores)
+        admit(store_bytes(loaded.shape, tokens, "auto", loaded.dtype))
+        prefill_texts(loaded, list(_texts(stores, loaded)), path, settings, progress=progress)
+
+    with Cache(cache_folder() / FOLDER, limit).holding(key, fill) as path:
+        yield path
+
+
+def _texts(stores: Sequence[KVStore], loaded: LoadedModel) -> Iterator[TextDocument]:
+    """The documents as they were read, without the template's own tokens before the first of each store."""
+    tokenizer = loaded.known_tokenizer
+    for store in stores:
+        begun = loaded.prompt.opened(store.manifest.opening).document(tokenizer, "", first=True)
+        first = sum(
+            1 for _ in takewhile(lambda both: both[0] == both[1], zip(begun, store.tokens, strict=False))
+        )
+        for document in store.documents:
+            tokens = store.tokens[max(first, document.start) : document.end].tolist()
+            yield TextDocument(document.name, decode(tokenizer, tokens))

@@ -1,0 +1,150 @@
+"""One answer from several stores, as users ask for it."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offload_decode.collections.collection import Collection
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import Joint
+from offload_decode.engine.reading import Reading
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import prefill_texts
+from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
+from tests.tiny import saved_model
+
+QUESTION, NEW = "Which word is beta?", ("--max-new-tokens", "4")
+THREE = ("--together", "3", *NEW)
+
+
+@pytest.fixture
+def stores(collection):
+    opened = Collection(collection)
+    return [opened.store(entry) for entry in opened.entries]
+
+
+def engines(stores):
+    first = Engine.open(stores[0])
+    return [first, *(Engine.open(store, first.loaded) for store in stores[1:])]
+
+
+@pytest.mark.parametrize("way", ["mixture", "product", "pced"])
+def test_stores_that_are_named_give_one_answer(stores, way):
+    told = json_of("ask", *stores, QUESTION, *THREE, "--join", way, "--cite")
+    expected = Joint(engines(stores), way, cites=True)
+    assert told["answer"] == expected.answer(QUESTION, None, 4).text
+    joined = told["joined"]
+    assert [one["share"] for one in joined["documents"]] == pytest.approx(expected.shares(), abs=1e-5)
+    assert joined["exact"] is False
+    assert [len(one["shares"]) for one in joined["carried"]] == [3] * told["tokens"]
+    assert sum(one["share"] for one in told["citations"]) <= 1 + 1e-6
+
+
+def test_documents_of_a_collection_begin_with_weights_by_their_words(collection, stores):
+    told = json_of("ask", collection, QUESTION, *THREE)
+    documents = told["joined"]["documents"]
+    assert documents[0]["document"] == "beta.txt"
+    assert documents[0]["share"] > documents[1]["share"]
+    one = json_of("ask", collection, QUESTION, "--together", "1", *NEW)
+    assert one["answer"] == json_of("ask", collection, QUESTION, "--top", "1", *NEW)["answers"][0]["answer"]
+    assert one["joined"]["documents"][0]["share"] == 1
+
+
+def test_it_is_printed_with_what_it_is(collection):
+    ran = done("ask", collection, QUESTION, *THREE, "--cite", "--stats")
+    note = r"Joined by mixture from 3 documents, with no attention from one to another: \w+.txt \d+%"
+    assert re.search(note, ran.err)
+    assert re.search(r"^ *\d+%  \w+.txt: ", ran.err, re.MULTILINE)
+    assert "stored tokens in each step and head" in ran.err
+    assert ran.out == done("ask", collection, QUESTION, *THREE).out
+
+
+def test_passages_are_read_together(stores):
+    told = json_of("ask", *stores, QUESTION, *THREE, "--join", "read")
+    assert told["answer"] == Reading(engines(stores)).answer(QUESTION, None, 4).text
+    assert "share" not in told["joined"]["documents"][0]
+    ran = done("ask", *stores, QUESTION, *THREE, "--join", "read")
+    assert "Joined from passages of 3 documents" in ran.err
+
+
+def test_documents_are_prefilled_as_one_and_found_again(collection, stores, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = json_of("ask", collection, QUESTION, *THREE, "--join", "exact", "--cite")
+    assert first["joined"]["exact"] is True
+    kept = list((tmp_path / "offload-decode" / "joined").glob("*/content"))
+    loaded = Engine.open(stores[0]).loaded
+    whole = [TextDocument(file.name, file.read_text()) for file in sorted(texts.iterdir())]
+    prefill_texts(loaded, whole, tmp_path / "whole")
+    engine = Engine.open(tmp_path / "whole", loaded)
+    assert Engine.open(kept[0], loaded).store.tokens.tolist() == engine.store.tokens.tolist()
+    assert first["answer"] == engine.answer(QUESTION, 4).text
+    made = kept[0].stat().st_ctime_ns
+    ran = done("ask", collection, "And gamma, which word is it?", *THREE, "--join", "exact")
+    assert "exact attention to 3 documents: alpha.txt, beta.txt, gamma.txt" in ran.err
+    assert [path.stat().st_ctime_ns for path in kept[0].parent.parent.glob("*/content")] == [made]
+    assert "joined" in done("cache").out
+
+
+def test_a_batch_answers_each_question_once(collection, out, tmp_path):
+    asked = [{"question": QUESTION, "id": 1}, {"question": "Which is gamma?", "id": 2, "by": "me"}]
+    questions = write_lines(tmp_path / "asked.jsonl", *asked)
+    assert batch(questions, out, collection, "--together", "2").code == 0
+    lines = lines_of(out)
+    assert [line["id"] for line in lines] == [1, 2]
+    assert lines[1]["by"] == "me"
+    assert lines[0]["store"] == str(collection)
+    assert (lines[0]["together"], lines[0]["join"]) == (2, "mixture")
+    told = json_of("ask", collection, QUESTION, "--together", "2", *NEW)
+    assert (lines[0]["answer"], lines[0]["joined"]) == (told["answer"], told["joined"])
+    assert "2 there already" in batch(questions, out, collection, "--together", "2").err
+    assert "choose another --out" in batch(questions, out, collection, "--together", "3").err
+
+
+def test_a_batch_names_what_nobody_speaks_of(collection, out, tmp_path):
+    questions = write_lines(tmp_path / "asked.jsonl", {"question": "xyzzy"}, {"question": QUESTION})
+    ran = batch(questions, out, collection, "--together", "2")
+    assert ran.code == 2
+    assert "no document contains a word of the question: rephrase it (unanswered: 1 question" in ran.err
+    assert [line["question"] for line in lines_of(out)] == [QUESTION]
+
+
+def test_a_chat_goes_on_with_the_documents_of_its_first_question(collection, stores):
+    ran = run("chat", *stores, *THREE, stdin=f"{QUESTION}\nAnd then?\n/reset\nAnd then?\n")
+    joint = Joint(engines(stores))
+    expected = [joint.answer(question, None, 4).text for question in (QUESTION, "And then?")]
+    expected.append(Joint(engines(stores)).answer("And then?", None, 4).text)
+    assert ran.out.splitlines() == expected
+    assert (
+        run("chat", collection, *THREE, stdin=f"{QUESTION}\nAnd then?\n").err.count("by mixture from 3 doc")
+        == 2
+    )
+    assert "nothing is saved" in run("chat", *stores, *THREE, stdin="/save x.json\n").err
+
+
+def test_wrong_use_is_a_sentence(home, collection, stores, store, tmp_path):
+    two, three = stores[:2], stores
+    assert "give --together 2 for one answer" in refused(2, "ask", *two, QUESTION)
+    assert "give --together 2 for one answer" in refused(2, "chat", *two)
+    assert "give --together 3, or a collection" in refused(2, "ask", *three, QUESTION, "--together", "2")
+    assert "--join says how" in refused(2, "ask", store, QUESTION, "--join", "read")
+    assert "there is no --join vote" in refused(2, "ask", *two, QUESTION, "--together", "2", "--join", "vote")
+    assert "leave the others out" in refused(2, "ask", collection, QUESTION, "--together", "2", "--all")
+    for given in (("--workers", "ray"), ("--server", "http://localhost:1")):
+        assert "--together and --" in refused(2, "ask", *two, QUESTION, "--together", "2", *given)
+    assert "no document contains a word" in refused(2, "ask", collection, "xyzzy", "--together", "2")
+    asked = write_lines(tmp_path / "asked.jsonl", {"question": QUESTION, "document": "beta.txt"})
+    ran = batch(asked, tmp_path / "out", collection, "--together", "2")
+    assert "--together asks several" in ran.err
+
+
+def test_a_store_of_another_model_or_one_that_is_gone_is_refused(home, collection, stores, tmp_path):
+    model = saved_model(tmp_path / "model", seed=1)
+    done("prefill", home / "corpus.txt", "--model", model, "--out", tmp_path / "other.kv")
+    given = [stores[0], tmp_path / "other.kv", QUESTION, "--together", "2"]
+    assert "give stores of one model" in refused(2, "ask", *given)
+    shutil.copytree(collection, tmp_path / "copy")
+    entry = Collection(tmp_path / "copy").entries[0]
+    shutil.rmtree(Path(tmp_path / "copy", entry.store))
+    assert entry.store in refused(1, "ask", tmp_path / "copy", QUESTION, "--together", "3")
