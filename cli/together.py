@@ -214,25 +214,21 @@ class Together:
                 names = [entry.name for entry in entries]
                 addresses = [self.collection.collection.address(entry) for entry in entries]
                 weigh = partial(weights, self.collection.collection, entries=entries)
+            if (way := self.choice.way) == "exact":
+                paths, weigh = [held.enter_context(self._joined(paths))], _alike
             engines = [self.open_engine(str(path)) for path in paths]
-            if (way := self.choice.way) == "read":
+            if way == "read":
                 joint: Joint = Reading(engines)
-            elif way == "exact":
-                whole = held.enter_context(self._joined(engines))
-                joint, weigh = Joint([self.open_engine(str(whole))], cites=self.cites), _alike
             else:
-                joint = Joint(engines, way, self.cites)
+                joint = Joint(engines, "mixture" if way == "exact" else way, self.cites)
             yield Talk(joint, way, names, addresses, weigh)
 
     @contextmanager
-    def _joined(self, engines: Sequence[Engine]) -> Iterator[Path]:
+    def _joined(self, stores: Sequence[Path]) -> Iterator[Path]:
         from offload_decode.prefill_jobs.joined import joined_store
 
-        stores = [engine.store for engine in engines]
-        with (
-            Progress() as progress,
-            joined_store(stores, engines[0].loaded, byte_count(CACHE), progress) as path,
-        ):
+        loaded = self.open_engine(str(stores[0])).loaded
+        with Progress() as progress, joined_store(stores, loaded, byte_count(CACHE), progress) as path:
             yield path
 
 

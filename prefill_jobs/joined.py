@@ -25,16 +25,17 @@ FOLDER = "joined"
 
 @contextmanager
 def joined_store(
-    stores: Sequence[KVStore],
+    paths: Sequence[Path],
     loaded: LoadedModel,
     limit: int,
     progress: Progress = lambda stage, done, total: None,
 ) -> Iterator[Path]:
-    """A store of the documents of all stores of one model, prefilled with exact attention, while it is used.
-    `limit`: bytes that all stores of this kind may take. A prefill that was killed goes on.
+    """A store of all documents of the stores at `paths`, of one model, prefilled with exact attention,
+    while it is used. `limit`: bytes that stores of this kind may take. A prefill that was killed goes on.
 
     Raises `DoesNotFit` and what a prefill raises.
     """
+    stores = [KVStore.open(path) for path in paths]
     settings = Settings(system=stores[0].manifest.prefill.get("system"))
     key = json.dumps([loaded.weights_hash, settings.system, *(store.store_digest for store in stores)])
 

@@ -1,0 +1,158 @@
+"""One answer from several documents: `python -m benchmarks.together COLLECTION --out ANSWERS.jsonl`.
+
+With `--texts FOLDER`, documents are written from these texts to the folder --out: in a piece of each, one
+made-up article is planted (`evals/tasks/made_up_articles.py`). Collect them as the script says, and run it
+again: its questions ask for one fact, for one of two documents together, and for facts that are nowhere.
+It prints how many answers hold the fact, or say that the text does not have it, and the time of a token. The
+same command goes on where it was stopped.
+"""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+from benchmarks.common import option_parser, table
+from offload_decode.collections.collection import Collection
+from offload_decode.collections.journal import Entry
+from offload_decode.collections.together import best, weights
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import WAYS, Joint, behind_text
+from offload_decode.engine.reading import Reading
+from offload_decode.evals.tasks.base import insert, string_match
+from offload_decode.evals.tasks.made_up_articles import Asked, articles, questions
+from offload_decode.models.loading import load
+from offload_decode.prefill_jobs.joined import joined_store
+
+REFUSAL = "not in the text"
+SYSTEM = f"Answer in a few words from the text. Where the text does not say, answer: {REFUSAL}."
+NEW = 12
+ABSENT = 400  # articles from here on are in no document
+TWO = "two documents"
+KINDS = "one fact", TWO, "no document"
+CONTROL = "the question alone"
+
+
+def write_documents(texts: Path, out: Path, count: int, characters: int) -> None:
+    """A document for each of the first articles, whose first line names its group."""
+    rng = random.Random("together")
+    out.mkdir(parents=True)
+    for number, path in enumerate(rng.sample(sorted(texts.glob("*.*")), count)):
+        text = path.read_text("utf-8", "replace")
+        start = rng.randrange(len(text) - characters)
+        filler = text[text.index("\n", start - 200) + 1 :][:characters]
+        planted = insert(filler, [articles()[number].text], [rng.random()])
+        town, _, company, _ = articles()[number // 4 * 4 : number // 4 * 4 + 4]
+        (out / f"{number:03}.txt").write_text(f"File: {town.name}, {company.name}\n\n{planted}", "utf-8")
+
+
+def asked(documents: int, count: int) -> list[tuple[str, Asked]]:
+    """So many questions of each kind, in turns."""
+    two = [one for one in questions(2) if max(one.needed) < documents]
+    absent = questions(1)[ABSENT : ABSENT + 7 * count : 7]
+    of_kind = questions(1)[:documents][:: max(1, documents // count)][:count], two[:count], absent
+    return [
+        (kind, one)
+        for turn in zip_longest(*of_kind)
+        for kind, one in zip(KINDS, turn, strict=True)
+        if one is not None
+    ]
+
+
+class Answers:
+    """Answers in every way, from the documents of a collection."""
+
+    def __init__(self, path: Path, model: str | None):
+        self.collection = Collection(path)
+        self.loaded = load(model or self.collection.header.model_id)
+        self.engines: dict[str, Engine] = {}
+
+    def __call__(self, way: str, question: str) -> tuple[str, float]:
+        """The text, and the milliseconds that each token after the first took, where they can be told."""
+        name, number = way.rsplit(" ", 1) if way[-1].isdigit() else (way, "1")
+        entries = best(self.collection, question, int(number), self.collection.entries)
+        engines = [self._engine(entry) for entry in entries]
+        if name in WAYS:
+            joint = Joint(engines, name)
+            logits = joint.ask(question, weights(self.collection, question, entries))
+            began = time.perf_counter()
+            tokens = list(joint.generate(logits, NEW))
+            return engines[0].decode(tokens), 1000 * (time.perf_counter() - began) / max(1, len(tokens))
+        if name == "read":
+            return Reading(engines).answer(
+                question, weights(self.collection, question, entries), NEW
+            ).text, 0.0
+        if name == "exact":
+            stores = [self.collection.store(entry) for entry in sorted(entries)]
+            with joined_store(stores, self.loaded, 20 << 30) as whole:
+                return Engine.open(whole, self.loaded).answer(question, NEW).text, 0.0
+        alone = behind_text(engines[0], "")
+        return alone.decode(list(alone.generate(alone.ask(question), NEW))), 0.0
+
+    def _engine(self, entry: Entry) -> Engine:
+        if entry.store not in self.engines:
+            self.engines[entry.store] = Engine.open(self.collection.store(entry), self.loaded)
+        return self.engines[entry.store]
+
+
+def rows(lines: list[dict[str, str | float]]) -> Iterator[list[str]]:
+    """A row of the table for each way."""
+    right, count = Counter[tuple[object, object]](), Counter[tuple[object, object]]()
+    for line in lines:
+        key = line["way"], line["kind"]
+        count[key] += 1
+        wanted = REFUSAL if line["kind"] == KINDS[-1] else str(line["answer"])
+        right[key] += int(string_match((wanted,), str(line["said"])))
+    for way in dict.fromkeys(line["way"] for line in lines):
+        times = [float(line["ms"]) for line in lines if line["way"] == way and line["ms"]]
+        shown = [f"{right[way, kind]} of {count[way, kind]}" for kind in KINDS]
+        yield [str(way), *shown, f"{sorted(times)[len(times) // 2]:.0f}" if times else ""]
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("collection", type=Path)
+    parser.add_argument(
+        "--texts", type=Path, help="write documents of these texts to the folder --out, and end"
+    )
+    parser.add_argument("--characters", type=int, default=1500, help="of a document, beside its article")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", help="if not the one that the collection names")
+    parser.add_argument("--documents", type=int, default=32)
+    parser.add_argument("--questions", type=int, default=16, help="of each kind")
+    parser.add_argument(
+        "--ways", default=f"{CONTROL},mixture 1,mixture 4,mixture 16,product 4,pced 4,read 4,exact 4"
+    )
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    if arguments.texts:
+        write_documents(arguments.texts, out, arguments.documents, arguments.characters)
+        print(f"offload-decode collect {out} --out {arguments.collection} --system '{SYSTEM}' --model …")
+        return
+    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    there = {(line["way"], line["question"]) for line in lines}
+    answers = Answers(arguments.collection, arguments.model)
+    for kind, one in asked(arguments.documents, arguments.questions):
+        for way in arguments.ways.split(","):
+            if (way, one.question) in there:
+                continue
+            said, ms = answers(way, one.question)
+            line = {
+                "way": way,
+                "kind": kind,
+                "question": one.question,
+                "answer": one.answer,
+                "said": said,
+                "ms": ms,
+            }
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            lines.append(line)
+    print(table(("way", *KINDS, "ms a token"), list(rows(lines))))
+
+
+if __name__ == "__main__":
+    main()
