@@ -49,7 +49,7 @@ def append(
 
     from offload_decode.cli.compiling import exit_on_bus_error
     from offload_decode.prefill_jobs.append import append as run
-    from offload_decode.prefill_jobs.append import method_of, opened
+    from offload_decode.prefill_jobs.earlier import method_of, opened
 
     exit_on_bus_error()
     earlier = opened(store)

@@ -53,6 +53,7 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
 
 def _store_fields(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
     from offload_decode.models.fingerprints import noted
+    from offload_decode.store.tree import bases_of, begun_as
 
     manifest, cost = store.manifest, store.cost()
     difference, size = noted(manifest.model_config_hash), sum(cost.values())
@@ -61,6 +62,8 @@ def _store_fields(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, obje
         "digest": store.store_digest,
         "manifest": manifest.to_json(),
         "note": _note(manifest) or None,
+        "begins_as": [base._asdict() for base in bases_of(store)],
+        "beginning_of": begun_as(store),
         "equivalence_check": {"difference": difference, "transformers": version("transformers")},
         "documents": list(map(asdict, store.documents)),
         **{"bytes": size, "bytes_per_token": size / manifest.n_tokens, "cost": cost},
@@ -91,8 +94,21 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ("prefill", f"{manifest.prefill['method']}{''.join(given)}"),
         *([] if weights == "auto" else [("weights", f"{weights}{quantized}")]),
         ("stored as", f"latents {keys}" if manifest.shape.latent else f"keys {keys}, values {values}"),
+        *_tree(store),
         ("extras", f"pages of {manifest.page_size} tokens, {samples} sampled queries for each KV head"),
     ]
+
+
+def _tree(store: KVStore) -> list[tuple[str, str]]:
+    from offload_decode.store.tree import AS_IT_WAS, bases_of, begun_as
+
+    rows = []
+    for path, tokens, now in bases_of(store):
+        kept = "" if now == AS_IT_WAS else "; its bytes are kept here"
+        rows.append(("begins as", f"{path}, its first {tokens:,} tokens ({now}{kept})"))
+    if names := begun_as(store):
+        rows.append(("beginning of", output.some(names)))
+    return rows
 
 
 def _note(manifest: Manifest) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,6 +134,15 @@ def prefill(
     made: StoreOptions,
     run_with: RunOptions,
     folders: Folders,
+    on: Annotated[
+        Path | None,
+        option(
+            "STORE",
+            "A store that the new ones begin as: its documents, model, method and settings, with only the "
+            "corpus prefilled behind it. Its bytes are shared.",
+            parser=a_path,
+        ),
+    ] = None,
     staging: Annotated[
         Path | None,
         option(
@@ -162,6 +171,9 @@ def prefill(
     The same command resumes an interrupted prefill, and keeps an existing store of the same tokens, model and
     settings. If one of several corpora fails, or a document of which the tokenizer makes nothing, the others
     continue and it is named at the end.
+
+    With --on the store that it names stays as it is, and may grow or be removed: what was shared stays with
+    the others. A copy on another file system holds all bytes itself.
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
@@ -172,14 +184,18 @@ def prefill(
     from offload_decode.prefill_jobs.job import prefill as run
     from offload_decode.prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
-    settings = made.settings
+    settings, chunk = replace(made.settings, base=on), made.settings.chunk
+    if on:
+        from offload_decode.prefill_jobs.earlier import method_of, opened
+
+        chunk = method_of(opened(on)).options.chunk
     cluster = cluster_of(workers, worker_count, run_with.gpu_memory, run_with.ram, no_sync=no_sync)
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {"model": model, "settings": settings, "staging": staging, "rules": rules}
     given |= {"device": run_with.device, "dtype": run_with.dtype, "weights": run_with.weights}
     if cluster is None:
-        run_with.admit(model, settings.chunk)
+        run_with.admit(model, chunk)
     with Progress(quiet) as progress, files.synced(not no_sync):
         if cluster is not None:
             from offload_decode.prefill_jobs.job import Maker
@@ -251,6 +267,10 @@ def _made(report: PrefillReport) -> str:
             f"peak memory {output.size(report.peak_memory)})"
         )
     lines.append(f"{report.store}: {contents}")
+    if report.shared or report.copied:
+        shared, copied = output.size(report.shared), output.size(report.copied)
+        lines.append(f"{report.store}: {shared} shared with the store that it begins as, {copied} copied")
+    lines += report.left
     if report.pushed:
         lines.append(f"{report.store}: {summary(report.pushed, 'sent')}")
     return "\n".join(lines)

@@ -245,7 +245,8 @@ class ApproximateIndex(VectorIndex):
         """Hits by descending score, which is exact; ids of -1 where it found fewer than k."""
 
     @abstractmethod
-    def _write_native(self, file: str) -> None: ...
+    def _write_native(self, file: str) -> Sequence[str] | None:
+        """Write the native file; the files that it shares bytes of (`arrays.write`), if any."""
 
     @abstractmethod
     def _read_native(self, file: str) -> Any:

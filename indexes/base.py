@@ -156,6 +156,12 @@ class VectorIndex(ABC):
         `values [N, Dv]` of their keys, or `[N]` of encoded rows. Raises InvalidIndexInput.
         """
 
+    def share(self, earlier: Self, stays: bool) -> None:  # noqa: B027 (most do not)
+        """Be saved without what it begins with as an `earlier` index does that was loaded, but with links to
+        that one's files: the kinds that can, of this one `extended` from it. Unless the earlier one `stays`,
+        those that it has links to alone.
+        """
+
     @property
     def summarized(self) -> bool:
         """Whether it was; True of kinds that cannot."""

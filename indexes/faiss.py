@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from offload_decode.common.rows.arrays import BFLOAT16, Float32, Keys, drawn, float32_blocks
 from offload_decode.common.rows.encodings import row_size
-from offload_decode.indexes import files
+from offload_decode.indexes import arrays
 from offload_decode.indexes.approximate import ApproximateIndex, Sample, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
 from offload_decode.indexes.registry import Library, faiss
@@ -121,20 +121,19 @@ class FaissHNSW(GraphIndex):
 
     def _write_native(self, file: str) -> None:
         entry, levels, neighbours = _links(self._native)
-        files.write(
-            file, [_GRAPH_MAGIC, len(self), self.dim, entry + 1, len(neighbours)], [levels, neighbours]
-        )
+        numbers = [_GRAPH_MAGIC, len(self), self.dim, entry + 1, len(neighbours)]
+        arrays.write(file, numbers, {"levels": levels, "neighbours": neighbours})
 
     def _read_native(self, file: str) -> Any:
         """Faiss itself reads no file: it would trust sizes and ids. The keys come from the store."""
 
-        def layout(numbers: Sequence[int]) -> files.Layout:
+        def layout(numbers: Sequence[int]) -> arrays.Layout:
             if list(numbers[:3]) != [_GRAPH_MAGIC, len(self), self.dim]:
                 raise RuntimeError(f"it is no file of a graph of {len(self)} x {self.dim}")
             return {"levels": (np.int32, (len(self),)), "neighbours": (np.int32, (numbers[4],))}
 
-        numbers, found = files.read(file, 5, layout)
-        entry, levels, neighbours = numbers[3] - 1, found["levels"], found["neighbours"]
+        numbers, found = arrays.read(file, 5, layout)
+        entry, (levels, neighbours) = numbers[3] - 1, found.arrays.values()
         _check_links(entry, levels, neighbours, _room(self._empty(faiss.METRIC_L2)))
         return self._assembled(entry, levels, neighbours)
 
@@ -279,19 +278,20 @@ class FaissIVF(ApproximateIndex):
 
     def _write_native(self, file: str) -> None:
         centroids, lists = self._lists()
-        files.write(file, [_LISTS_MAGIC, len(self), self.dim, self.nlist], [centroids, lists])
+        found = {"centroids": centroids, "lists": lists}
+        arrays.write(file, [_LISTS_MAGIC, len(self), self.dim, self.nlist], found)
 
     def _read_native(self, file: str) -> Any:
         """Faiss itself reads no file: it would trust sizes and ids. Its lists are filled from the keys."""
 
-        def layout(numbers: Sequence[int]) -> files.Layout:
+        def layout(numbers: Sequence[int]) -> arrays.Layout:
             if list(numbers[:3]) != [_LISTS_MAGIC, len(self), self.dim] or not 0 < numbers[3] <= self.nlist:
                 raise RuntimeError(f"it is no file of lists of {len(self)} x {self.dim}")
             return {"centroids": (np.float32, (numbers[3], self.dim)), "lists": (np.int32, (len(self),))}
 
-        numbers, found = files.read(file, 4, layout)
+        numbers, found = arrays.read(file, 4, layout)
         self.nlist = numbers[3]
-        centroids, lists = found["centroids"], found["lists"]
+        centroids, lists = found.arrays.values()
         if not np.isfinite(centroids).all():
             raise RuntimeError("a centroid is not finite")
         if len(lists) and not 0 <= lists.min() <= lists.max() < self.nlist:

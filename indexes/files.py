@@ -8,19 +8,17 @@ writer at a time has the folder, so that two builds of one index cannot leave a 
 
 import hashlib
 import json
-import mmap
 import os
 import reprlib
+import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from offload_decode.common import files
 from offload_decode.common.errors import IndexDamaged, IndexMismatch, IndexNotFound, IndexNotWritten
@@ -28,6 +26,7 @@ from offload_decode.common.files import NotPlain, lock, open_plain
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import MAX_KEYS, Keys
 from offload_decode.indexes import verified
+from offload_decode.indexes.arrays import ALIGNMENT, Array, base_path
 from offload_decode.indexes.base import SOURCES, RecallRecord, StrPath
 
 FORMAT_VERSION = 2
@@ -57,9 +56,13 @@ def identity(kind: str, keys: Keys, digest: str) -> dict[str, Any]:
 
 
 def save(
-    path: StrPath, metadata: dict[str, Any], suffix: str = "", write: Callable[[str], None] | None = None
+    path: StrPath,
+    metadata: dict[str, Any],
+    suffix: str = "",
+    write: Callable[[str], Sequence[str] | None] | None = None,
 ) -> None:
-    """Writes the native file through `write(file name)`, when there is one, then the metadata.
+    """Writes the native file through `write(file name)`, when there is one, which returns the files that it
+    shares bytes of, if any; links to these; then the metadata.
 
     Raises IndexNotWritten where the file system or the library refuses; what was there before then stays.
     """
@@ -70,9 +73,12 @@ def save(
             if write is not None:
                 native = Path(f"{os.fspath(path)}{suffix}")
                 with files.replacing(native) as beside:
-                    write(str(beside))
-                    size, sha256 = beside.stat().st_size, _file_sha256(beside)
-                    body["native"] = {"suffix": suffix, "size": size, "sha256": sha256}
+                    bases = write(str(beside)) or ()
+                    body["native"] = {"suffix": suffix, **_described(beside)}
+                    if bases:
+                        body["native"]["bases"] = [
+                            _described(_linked(native, *each)) for each in enumerate(bases)
+                        ]
             files.write(target, _rendered(body | {"sha256": _body_sha256(body)}).encode())
     except (OSError, RuntimeError) as error:  # RuntimeError is how the libraries report the file system
         reason = getattr(error, "strerror", None) or error
@@ -80,6 +86,21 @@ def save(
             f"The index at {os.fspath(path)} could not be written ({reason}): make room or mend this, and "
             "run the same command again to go on; the indexes that are done are kept."
         ) from error
+
+
+def _described(file: Path) -> dict[str, Any]:
+    return {"size": file.stat().st_size, "sha256": _file_sha256(file)}
+
+
+def _linked(native: Path, number: int, base: str) -> Path:
+    """Beside a native file, the file that it shares bytes of: linked, or copied where that cannot be."""
+    target = Path(base_path(native, number))
+    with files.replacing(target) as beside:
+        try:
+            os.link(base, beside)
+        except OSError:
+            shutil.copyfile(base, beside)
+    return target
 
 
 def metadata(path: StrPath) -> dict[str, Any]:
@@ -107,7 +128,8 @@ def metadata(path: StrPath) -> dict[str, Any]:
 
 
 def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[dict[str, Any], Path | None]:
-    """The metadata and the native file of the index at `path`, which has the size that was written.
+    """The metadata and the native file of the index at `path`; the file, and those that it shares bytes of,
+    have the sizes that were written.
 
     `expected` holds the fields that must be equal, in the order in which a difference is reported; `suffix`
     is that of the native file, empty for none.
@@ -122,15 +144,40 @@ def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[di
     match body.get("native"):
         case None:
             described = not suffix
-        case {"suffix": own, "size": int() as size, "sha256": str(), **others}:
-            described = bool(suffix) and own == suffix and type(size) is int and not others
+        case {"suffix": own, "size": _, "sha256": _, **others}:
+            described = bool(suffix) and own == suffix and others.keys() <= {"bases"}
         case _:
             described = False
-    if not described:
+    if not described or not all(map(_is_file, _natives(body))):
         raise IndexDamaged(f"{_metadata_path(path)} does not describe its index file; {_REBUILD}.")
     if not suffix:
         return body, None
-    file = Path(f"{os.fspath(path)}{suffix}")
+    native = Path(f"{os.fspath(path)}{suffix}")
+    for file, own in _files_of(native, body):
+        _check_size(file, own["size"])
+    return body, native
+
+
+def _natives(body: dict[str, Any]) -> list[Any]:
+    """What the metadata says of the native file and of those that it shares bytes of."""
+    native = body.get("native")
+    bases = native.get("bases", []) if isinstance(native, dict) else []
+    return [*([native] if native else []), *(bases if isinstance(bases, list) else [None])]
+
+
+def _is_file(own: Any) -> bool:
+    return isinstance(own, dict) and type(own.get("size")) is int and isinstance(own.get("sha256"), str)
+
+
+def _files_of(native: Path, body: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    own, *bases = _natives(body)
+    yield native, own
+    for number, base in enumerate(bases):
+        yield Path(base_path(native, number)), base
+
+
+def _check_size(file: Path, size: int) -> None:
+    """`IndexDamaged` unless it is a plain file of that size."""
     try:
         about = file.lstat()
     except OSError as error:
@@ -141,7 +188,6 @@ def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[di
         )
     if about.st_size != size:
         raise IndexDamaged(f"{file} has {about.st_size:,} bytes instead of {size:,}; {_REBUILD}.")
-    return body, file
 
 
 def recall_of(path: StrPath, body: dict[str, Any], field: str = "recall") -> RecallRecord | None:
@@ -161,19 +207,22 @@ def recall_of(path: StrPath, body: dict[str, Any], field: str = "recall") -> Rec
 def load(
     path: StrPath, expected: dict[str, Any], suffix: str = "", anew: bool = False
 ) -> tuple[dict[str, Any], Path | None]:
-    """As `check`, and the bytes of the native file are those that were written: they are read, unless they
-    were before and the file has not changed since (`offload_decode.indexes.verified`), or in any case `anew`.
+    """As `check`, and the bytes of the files are those that were written: they are read, unless they were
+    before and the file has not changed since (`offload_decode.indexes.verified`), or in any case `anew`.
     """
-    body, file = check(path, expected, suffix)
-    if file is not None:
-        sha256 = body["native"]["sha256"]
+    body, native = check(path, expected, suffix)
+    for file, own in _files_of(native, body) if native else ():
         try:
-            right = verified.holds(file, f"sha256 {sha256}", lambda: _file_sha256(file) == sha256, anew)
+            right = verified.holds(file, f"sha256 {own['sha256']}", partial(_has, file, own["sha256"]), anew)
         except OSError as error:
             raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
         if not right:
             raise IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
-    return body, file
+    return body, native
+
+
+def _has(file: Path, sha256: str) -> bool:
+    return _file_sha256(file) == sha256
 
 
 @contextmanager
@@ -227,78 +276,12 @@ def _body_sha256(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-Array = npt.NDArray[Any]
-Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
-"""The dtype and the shape of each array, by name."""
-
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """A file that is mapped into memory: the system ends whoever reads beyond the end of one that was cut."""
-
-    file: str
-    then: os.stat_result
-
-    @property
-    def shrank(self) -> bool:
-        """Whether it has been cut since; one that was replaced stays whole for those who have mapped it."""
-        try:
-            now = os.stat(self.file)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(now, self.then) and now.st_size < self.then.st_size
-
-
 def aligned(array: Array) -> Array:
     """The array, or a contiguous copy that begins at a multiple of 64 bytes: rows take a cache line less."""
-    if array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
+    if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
         return array
-    room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT
+    room = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
     own: Array = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     own[...] = array
     return own
-
-
-def write(file: str, numbers: Sequence[int], arrays: Iterable[Array]) -> None:
-    """Write `numbers` (int64, eight at most), which tell the sizes, and `arrays`, each padded to 64 bytes."""
-    with open(file, "wb") as out:
-        for part in (np.array(numbers, np.int64), *arrays):
-            out.write(np.ascontiguousarray(part).data)
-            out.write(bytes(-out.tell() % _ALIGNMENT))
-
-
-def read(
-    file: str, count: int, layout: Callable[[Sequence[int]], Layout]
-) -> tuple[list[int], dict[str, Array]]:
-    """The `count` numbers of a file, and its arrays, mapped for reading.
-
-    `layout(numbers)` says what arrays there are, and raises RuntimeError for numbers that cannot be. So does
-    this where the file has not exactly their size: nothing is mapped or allocated by a number alone.
-    """
-    size = os.path.getsize(file)
-    numbers = np.fromfile(file, np.int64, count).tolist() if size >= _ALIGNMENT else [0] * count
-    found = layout(numbers)
-    sizes = {name: prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in found.items()}
-    if min(numbers) < 0 or size != _ALIGNMENT + sum(map(_rounded, sizes.values())):
-        raise RuntimeError("its size is not that of its arrays")
-    raw = _mapped(file)
-    arrays, start = {}, _ALIGNMENT
-    for name, (dtype, shape) in found.items():
-        arrays[name] = np.asarray(raw[start : start + sizes[name]]).view(dtype).reshape(shape)
-        start += _rounded(sizes[name])
-    return numbers, arrays
-
-
-def _mapped(file: str) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, mapped, which the system begins to read at once: a first search asks for many."""
-    with open(file, "rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-    mapped.madvise(mmap.MADV_WILLNEED)
-    return np.frombuffer(mapped, np.uint8)
-
-
-def _rounded(size: int) -> int:
-    return size + -size % _ALIGNMENT

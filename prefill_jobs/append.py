@@ -8,15 +8,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offload_decode.common.errors import ConfigError, CorpusError, StoreForeign, StoreMismatch, TextRefused
+from offload_decode.common.errors import CorpusError, TextRefused
 from offload_decode.common.memory import Peak, give_back
-from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.chunks import prefill_chunks
@@ -29,17 +28,15 @@ from offload_decode.prefill_jobs.corpus import (
     notes_on,
     read_corpus,
 )
+from offload_decode.prefill_jobs.earlier import Tokens, check_model, last_boundary, longer, opened, prompt_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes, extend_indexes, publish_indexes
-from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, memory_errors, prefill_tokens
-from offload_decode.prefill_jobs.methods.base import Method
-from offload_decode.prefill_jobs.methods.registry import create, get, names
+from offload_decode.prefill_jobs.job import Settings, admit_text, memory_errors, prefill_tokens
 from offload_decode.store.files import Progress
-from offload_decode.store.format import running_software, token_hash
 from offload_decode.store.growth import Growth, is_left
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import REPLACED, locked, partial_path
-from offload_decode.store.writer import KVStoreWriter, remove_left, restore
+from offload_decode.store.staging import partial_path
+from offload_decode.store.writer import KVStoreWriter, remove_left
 from offload_decode.types import Document
 
 
@@ -115,13 +112,7 @@ def append_texts(
 ) -> AppendReport:
     """`append` with documents and a model that are loaded already."""
     earlier = opened(store)
-    _check_model(earlier, loaded)
-    prompt = loaded.prompt.opened(earlier.manifest.opening)
-    if prompt.template != earlier.manifest.template:
-        raise StoreMismatch(
-            f"{store} was prefilled in a {earlier.manifest.template} prompt, and this tokenizer makes a "
-            f"{prompt.template} one: use the tokenizer that it was made with, or prefill all of it again."
-        )
+    prompt = prompt_of(earlier, loaded)
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
         fresh = [text for text in texts if not _is_known(earlier, loaded.tokenizer, prompt, text)]
@@ -146,35 +137,21 @@ def append_tokens(
 ) -> AppendReport:
     """`append` with documents that are tokens already: the first begins where the store ends."""
     earlier = opened(store)
-    _check_model(earlier, loaded)
+    check_model(earlier, loaded)
     before = earlier.manifest.n_tokens
     began = time.perf_counter()
     growth = Growth(earlier, progress)
     indexes: list[BuildReport] = []
     left: list[str] = []
-    boundary = resumed_from = _last_boundary(earlier)
+    boundary = resumed_from = last_boundary(earlier)
     with Peak() as peak:
         if documents:
-            method = method_of(earlier)
-            loaded.lengths.of_store(earlier.manifest.rope, before).check(before + len(tokens) + 1)
-            tell_of_indexer(loaded.model.config, before + len(tokens))
-            loaded.trained.tell(before + len(tokens))
-            whole = np.concatenate([earlier.tokens, np.asarray(tokens, np.int32)])
-            chunk = method.options.chunk
-            manifest = replace(
-                earlier.manifest,
-                n_tokens=len(whole),
-                token_hash=token_hash(whole),
-                kv_error={},
-                seam=len(whole) // chunk * chunk,
-                software=running_software(),
-            )
-            listed = [*earlier.documents, *documents]
+            whole, listed, manifest, method = longer(earlier, loaded, tokens, documents)
             with KVStoreWriter.open(store, manifest, whole, listed, growth) as writer:
                 resumed_from = writer.done
                 prefill_chunks(loaded, writer, whole, method, progress)
                 grown = KVStore.open(writer.seal())
-                indexes, left = extend_indexes(earlier, grown, progress)
+                indexes, left = extend_indexes(earlier, grown, earlier.path, progress)
                 progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
                 writer.publish()
         else:
@@ -201,59 +178,6 @@ def append_tokens(
         indexes=tuple(indexes),
         left=tuple(left),
     )
-
-
-def opened(path: Path) -> KVStore:
-    """The store at `path`, if documents can be added to it. Raises `StoreError`."""
-    where = Path(os.path.realpath(path))
-    if (partial_path(where) / REPLACED).exists():
-        with locked(partial_path(where)):
-            restore(where, partial_path(where) / REPLACED)
-    store = KVStore.open(path)
-    _last_boundary(store)
-    return store
-
-
-def method_of(store: KVStore) -> Method:
-    """The method that a store was prefilled with, with its options. Raises `ConfigError` for one that is not
-    installed, and `ExtensionError`.
-    """
-    stated = store.manifest.prefill
-    name = str(stated["method"])
-    if name not in names():
-        raise ConfigError(
-            f"{store.path} was prefilled by a method '{name}', which is neither built in nor installed: "
-            "install the extension or the release that brings it"
-        )
-    known = {option.name for option in fields(get(name).options_type)}
-    options = {key: value for key, value in stated.items() if key in known}
-    return create(name, options, store.manifest.shape)
-
-
-def _last_boundary(store: KVStore) -> int:
-    """The token at which the last full chunk ended."""
-    if store.manifest.seam is None:
-        raise StoreForeign(
-            f"{store.path} was made by an earlier release ({store.manifest.software}), whose stores keep too "
-            "little for a prefill to continue: prefill all of it again."
-        )
-    return store.manifest.seam
-
-
-def _check_model(store: KVStore, loaded: LoadedModel) -> None:
-    store.check_model(
-        config_hash=loaded.config_hash,
-        weights_hash=loaded.weights_hash,
-        tokenizer_hash=loaded.tokenizer_hash,
-        dtype=loaded.dtype,
-        shape=loaded.shape,
-        model_id=loaded.model_id,
-    )
-    if loaded.weights != store.manifest.weights:
-        raise StoreMismatch(
-            f"{store.path} was prefilled with {store.manifest.weights} weights, and this model has "
-            f"{loaded.weights} ones: load it with the same."
-        )
 
 
 def _is_known(store: KVStore, tokenizer: Any, prompt: Prompt, text: TextDocument) -> bool:

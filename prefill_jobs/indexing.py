@@ -213,11 +213,11 @@ def _remove_old(folder: Path) -> None:
 
 
 def extend_indexes(
-    earlier: KVStore, grown: KVStore, progress: Progress
+    earlier: KVStore, grown: KVStore, path: Path, progress: Progress
 ) -> tuple[list[BuildReport], list[str]]:
     """Extend every kind of index of the `earlier` store by the further keys of the `grown` one, which begins
-    with the same. The results stay in their staging folders until `publish_indexes`. Returns a report of each
-    kind, or a sentence with the reason why it was not extended.
+    with the same and will be at `path`. The results stay in their staging folders there until
+    `publish_indexes`. Returns a report of each kind, or a sentence with the reason why it was not extended.
 
     An interrupted call is resumed by the same one. Raises `VectorIndexError` where an index cannot be
     written.
@@ -228,7 +228,7 @@ def extend_indexes(
         try:
             built = examine(earlier, kind)
             if built is not None and built.whole:
-                reports.append(_extend(earlier, grown, kind, progress))
+                reports.append(_extend(earlier, grown, path, kind, progress))
                 continue
             why = "nobody began it" if built is None else built.reason(earlier.path)
         except IndexNotWritten:
@@ -255,14 +255,14 @@ def publish_indexes(store: KVStore) -> None:
             _remove_old(built)
 
 
-def _extend(earlier: KVStore, grown: KVStore, kind: str, progress: Progress) -> BuildReport:
+def _extend(earlier: KVStore, grown: KVStore, path: Path, kind: str, progress: Progress) -> BuildReport:
     chosen = registry.get(kind)
-    folder, staging = kind_folder(earlier.path, kind), staging_folder(earlier.path, kind)
+    folder, staging = kind_folder(earlier.path, kind), staging_folder(path, kind)
     heads, began = heads_of(earlier), time.perf_counter()
     records: list[RecallRecord | None] = []
     made = 0
     progress("index", 0, len(heads))
-    with alone(indexes_folder(earlier.path)):
+    with alone(indexes_folder(path)):
         for done, (layer, head) in enumerate(heads, start=1):
             index = _saved(chosen, grown, staging, layer, head)
             if index is None:
@@ -271,11 +271,12 @@ def _extend(earlier: KVStore, grown: KVStore, kind: str, progress: Progress) -> 
                 keys, digest = grown.keys(layer, head), grown.digest(layer, head)
                 index = first.extended(keys, grown.queries(layer, head), digest=digest)
                 index.summarize(grown.values(layer, head))
+                index.share(first, stays=path != earlier.path)
                 index.save(index_path(staging, layer, head))
                 made += 1
             records.append(index.recall)
             progress("index", done, len(heads))
-    return replace(_report(kind, staging, records, made, began), folder=folder)
+    return replace(_report(kind, staging, records, made, began), folder=kind_folder(path, kind))
 
 
 def _is_of(store: KVStore, staging: Path, kind: str) -> bool:

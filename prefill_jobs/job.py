@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-
-import numpy as np
 
 from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.common.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
@@ -22,13 +21,31 @@ from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
 from offload_decode.prefill_jobs.chunks import prefill_chunks
-from offload_decode.prefill_jobs.corpus import Note, TextDocument, encode_corpus, notes_on, read_corpus
+from offload_decode.prefill_jobs.corpus import (
+    Note,
+    TextDocument,
+    check_some,
+    encode_corpus,
+    encode_further,
+    notes_on,
+    read_corpus,
+)
 from offload_decode.prefill_jobs.destinations import Found, Place, destination_of, same_store
+from offload_decode.prefill_jobs.earlier import (
+    Tokens,
+    check_model,
+    last_boundary,
+    longer,
+    opened,
+    prompt_of,
+)
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
+from offload_decode.prefill_jobs.indexing import BuildReport, extend_indexes, publish_indexes
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, parse
 from offload_decode.store.files import Progress
 from offload_decode.store.format import MOST_SAMPLES, Manifest, kv_encodings, stored_types, token_hash
+from offload_decode.store.growth import Growth
 from offload_decode.store.layout import read_header
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, partial_path
@@ -38,8 +55,6 @@ from offload_decode.types import Document
 AUTO = "auto"
 """The chunk that fits is chosen."""
 
-Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -48,7 +63,8 @@ class Settings:
     queries to keep for each KV head, how keys and values are stored (`auto`, `int8` or `int4-values`), and
     the most tokens that will follow, which a model's rotation may depend on (`hf.positions`; None: what
     `Lengths.chosen` takes), how the RoPE of the model is scaled for longer texts (`hf.rope_scaling`), and the
-    system message before the corpus (None: the chat template's own).
+    system message before the corpus (None: the chat template's own). With `base`, the path of a store that
+    the new one begins as, all of this is as the base has it.
     """
 
     method: str = "dense"
@@ -58,6 +74,7 @@ class Settings:
     context: int | None = None
     rope: str = ""
     system: str | None = None
+    base: Path | None = None
 
     def __post_init__(self) -> None:
         kv_encodings(self.kv)  # mistakes show before the model is loaded
@@ -68,6 +85,12 @@ class Settings:
             parse_rope(self.rope)
         if self.context is not None and self.context < 1:
             raise ConfigError(f"context must be 1 or more tokens, not {self.context}")
+        plain = Settings() if self.base else self
+        if given := [name for name, value in vars(self).items() if value != getattr(plain, name)][:-1]:
+            options = ", ".join(
+                "-o" if name == "options" else f"--{name.replace('_', '-')}" for name in given
+            )
+            raise ConfigError(f"a store on {self.base} is made as that one was: leave out {options}")
 
     @property
     def chunk(self) -> int | None:
@@ -94,7 +117,23 @@ class Maker:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        return load(self.model, self.device, self.dtype, self.weights, self.settings.rope)
+        return load_model(self.model, self.settings, self.device, self.dtype, self.weights)
+
+
+def load_model(model: str, settings: Settings, device: str, dtype: str, weights: str) -> LoadedModel:
+    """The model to prefill with, as `models.loading.load` does it; where a store begins as another, that is
+    opened first, and has to be this model's. Raises `StoreError`, `ModelError` and `ConfigError`.
+    """
+    if settings.base is None:
+        return load(model, device, dtype, weights, settings.rope)
+    base = opened(settings.base)
+    made = base.manifest
+    dtype, weights = (
+        own if asked == "auto" else asked for asked, own in ((dtype, made.dtype), (weights, made.weights))
+    )
+    loaded = load(model, device, dtype, weights, made.scaled)
+    check_model(base, loaded)
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -102,8 +141,9 @@ class PrefillReport:
     """What a prefill did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
     `failed`: documents that are left out because the tokenizer fails on them. `kept`: the store was there
-    already. `pushed`: what was sent to a bucket, in time beyond `seconds`, as is `loading`, the time that the
-    model took to load.
+    already. `shared` and `copied`: bytes that this run took over from the base, of whose indexes `indexes`
+    were extended, and `left` says why others were not. `pushed`: what was sent to a bucket, in time beyond
+    `seconds`, as is `loading`, the time that the model took to load.
     """
 
     store: Path | str
@@ -118,6 +158,10 @@ class PrefillReport:
     failed: tuple[Skipped, ...] = ()
     notes: tuple[Note, ...] = ()
     kept: bool = False
+    shared: int = 0
+    copied: int = 0
+    indexes: tuple[BuildReport, ...] = ()
+    left: tuple[str, ...] = ()
     pushed: Transfer | None = None
     loading: float = 0.0
 
@@ -125,7 +169,7 @@ class PrefillReport:
 @dataclass(frozen=True)
 class Work:
     """A corpus in tokens, the manifest of its store, and how it is prefilled. `chosen`: the chunk was chosen
-    to fit.
+    to fit. `base`: the store that it begins as, with its tokens and documents.
     """
 
     tokens: Tokens
@@ -137,6 +181,7 @@ class Work:
     notes: tuple[Note, ...] = ()
     peak_memory: int = 0
     chosen: bool = False
+    base: KVStore | None = None
 
     def in_chunks_of(self, prefill: object) -> Work:
         """The same work in the chunks of an existing or begun store, whose manifest has this `prefill`:
@@ -174,7 +219,7 @@ def prefill(
     place = destination_of(out, staging)
     place.admit()
     texts, skipped = read_corpus(corpus, rules)
-    loaded = load(model, device, dtype, weights, settings.rope)
+    loaded = load_model(model, settings, device, dtype, weights)
     progress("tokenize", 0, len(texts))
     work = prepare(loaded, texts, settings, place, tuple(skipped))
     return settled(work, place) or make(loaded, work, place, progress)
@@ -215,18 +260,44 @@ def prepare(
 ) -> Work:
     """Tokenize documents, in the prompt of a store that is at `place` or was begun there: its template may
     have named another day. Raises `ConfigError` for settings that the model cannot be prefilled with, and
-    `CorpusError` where the tokenizer fails on all documents.
+    `CorpusError` where the tokenizer fails on all documents. Where the store begins as another, `StoreError`
+    too.
     """
-    prompt = loaded.prompt
+    base = settings.base and opened(settings.base)
+    prompt = prompt_of(base, loaded) if base else loaded.prompt
     if settings.system is not None:
         prompt = with_system(loaded.tokenizer, prompt, settings.system)
-    prompt = prompt.opened((place.header() or {}).get("opening"))
+    if not base:
+        prompt = prompt.opened((place.header() or {}).get("opening"))
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
-        tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, texts)
+        if base:
+            encoded = encode_further(loaded.tokenizer, prompt, texts, base.manifest.n_tokens)
+            check_some(encoded.failed, texts)
+        else:
+            encoded = encode_corpus(loaded.tokenizer, prompt, texts)
     give_back()
-    work = _planned(loaded, tokens, documents, settings, prompt, skipped)
+    tokens, documents, failed = encoded
+    if base:
+        work = _on(base, loaded, tokens, documents, place.path, skipped)
+    else:
+        work = _planned(loaded, tokens, documents, settings, prompt, skipped)
     return replace(work, failed=tuple(failed), notes=notes_on(texts), peak_memory=peak.bytes)
+
+
+def _on(
+    base: KVStore,
+    loaded: LoadedModel,
+    tokens: Tokens,
+    documents: list[Document],
+    path: Path,
+    skipped: tuple[Skipped, ...],
+) -> Work:
+    """The work of a store at `path` that begins as `base`."""
+    whole, listed, manifest, method = longer(base, loaded, tokens, documents)
+    where = os.path.relpath(os.path.realpath(base.path), os.path.realpath(path.parent))
+    named = {"store": where, "digest": base.store_digest, "tokens": last_boundary(base)}
+    return Work(whole, listed, replace(manifest, base=named), method, skipped, base=base)
 
 
 def admit_text(characters: int) -> None:
@@ -274,7 +345,10 @@ def settled(work: Work, place: Place) -> PrefillReport | None:
     if found is None:
         place.check()
         return None
-    return replace(_kept(found, work, place.name), kept=True)
+    kept = replace(_kept(found, work, place.name), kept=True)
+    if work.base and place.path.exists():  # a kill may have left its indexes unpublished
+        publish_indexes(KVStore.open(place.path))
+    return kept
 
 
 def _planned(
@@ -321,10 +395,21 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
     work = work.in_chunks_of((read_header(partial_path(out) / STORE) or {}).get("prefill"))
     total = len(work.tokens)
     began = time.perf_counter()
-    with Peak() as peak, KVStoreWriter.open(out, work.manifest, work.tokens, work.documents) as writer:
-        resumed_from = writer.done
+    growth = Growth(work.base, progress, stays=True) if work.base else None
+    begun = last_boundary(work.base) if work.base else 0
+    indexes: list[BuildReport] = []
+    left: list[str] = []
+    with (
+        Peak() as peak,
+        KVStoreWriter.open(out, work.manifest, work.tokens, work.documents, growth) as writer,
+    ):
+        done = writer.done
         prefill_chunks(loaded, writer, work.tokens, work.method, progress)
+        if work.base:
+            indexes, left = extend_indexes(work.base, KVStore.open(writer.seal()), writer.path, progress)
         writer.publish()
+    if work.base:
+        publish_indexes(KVStore.open(out))
     seconds = time.perf_counter() - began
     size, memory = sum(KVStore.open(out).cost().values()), max(peak.bytes, work.peak_memory)
     return PrefillReport(
@@ -333,12 +418,16 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
         documents=len(work.documents),
         skipped=work.skipped,
         notes=work.notes,
-        resumed_from=resumed_from,
+        resumed_from=done if done > begun else 0,
         seconds=seconds,
-        tokens_per_second=(total - resumed_from) / seconds,
+        tokens_per_second=(total - done) / seconds,
         bytes=size,
         peak_memory=memory,
         failed=work.failed,
+        shared=growth.shared if growth else 0,
+        copied=growth.copied if growth else 0,
+        indexes=tuple(indexes),
+        left=tuple(left),
         loading=loaded.loading,
     )
 

@@ -24,13 +24,21 @@ from offload_decode.common.errors import (
     StoreError,
     StoreExists,
 )
-from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.corpus import TextDocument, read_corpus
 from offload_decode.prefill_jobs.destinations import Place, destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, STDIN, Rules, Skipped
 from offload_decode.prefill_jobs.indexing import build_indexes
-from offload_decode.prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
+from offload_decode.prefill_jobs.job import (
+    PrefillReport,
+    Settings,
+    Work,
+    load_model,
+    make,
+    prepare,
+    settled,
+)
 from offload_decode.store.reader import KVStore
 
 SUFFIX = ".kv"
@@ -114,7 +122,7 @@ def prefill_many(
     results, texts = read_all(jobs, staging, rules)
     if not texts:
         return results
-    loaded = load(model, device, dtype, weights, settings.rope)
+    loaded = load_model(model, settings, device, dtype, weights)
     todo: list[tuple[Job, Work, Place]] = []
     for number, read in enumerate(texts):
         progress("tokenize", number, len(texts), read.job.corpus)

@@ -6,7 +6,6 @@ a quarter more keys than it was asked for exactly, from the keys themselves. At 
 bytes a key beyond the store, and its summaries 39.
 """
 
-import os
 from collections.abc import Sequence
 from math import ceil, log
 from pathlib import Path
@@ -19,8 +18,9 @@ from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
 from offload_decode.common.rows import scan, team, threads
 from offload_decode.common.rows.arrays import Float32, Keys
 from offload_decode.common.rows.encodings import SCALE_BYTES, row_size
-from offload_decode.indexes import files, verified
+from offload_decode.indexes import arrays, verified
 from offload_decode.indexes.approximate import ApproximateIndex, Sample, tune
+from offload_decode.indexes.arrays import Mapped
 from offload_decode.indexes.base import (
     Costs,
     Hits,
@@ -61,6 +61,7 @@ OTHER_MEANS = (
     "The means of the clusters are not those of keys and values: build the index again with "
     "`offload-decode index`."
 )
+_ARRAYS = (*Cells._fields, "keys", "values", "of_cells", "first", "sizes", "labels")
 _CHECKED = "cells, check 2"  # counted up when `cells.check` asks for more
 
 
@@ -75,6 +76,7 @@ class ClusteredIndex(ApproximateIndex):
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
         self.recall_of_many: RecallRecord | None = None
+        self._shared: tuple[Mapped | None, bool] = None, False
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
@@ -210,6 +212,9 @@ class ClusteredIndex(ApproximateIndex):
         whole = later if earlier is None else join_summaries(earlier, later)
         self._native = _Searchable(self.cells, self.keys, self._native.mapped, whole)
 
+    def share(self, earlier: Self, stays: bool) -> None:
+        self._shared = earlier._native and earlier._native.mapped, stays
+
     @property
     def summaries(self) -> Summaries:
         """What estimates read; there are some of a `summarized` index alone."""
@@ -275,16 +280,17 @@ class ClusteredIndex(ApproximateIndex):
         best = sample.best(min(_WANTED, len(self)))
         return Wanted(sample.choose, np.maximum(best.ids - first, -1), best.scores)
 
-    def _write_native(self, file: str) -> None:
+    def _write_native(self, file: str) -> list[str]:
         parts = self.cells
         numbers = [_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK]
         summaries = self._native.summaries if self.summarized else ()
         if summaries:
             numbers += [len(summaries.sizes), summaries.cells.shape[1] - SCALE_BYTES]
-        files.write(file, numbers, [*parts, *summaries])
+        found = dict(zip(_ARRAYS, (*parts, *summaries), strict=False))
+        return arrays.write(file, numbers, found, *self._shared)
 
     def _read_native(self, file: str) -> Any:
-        def layout(numbers: Sequence[int]) -> files.Layout:
+        def layout(numbers: Sequence[int]) -> arrays.Layout:
             magic, n, dim, count, blocks, groups, value_dim = numbers
             if (magic, n, dim) != (_MAGIC, len(self), self.dim):
                 raise RuntimeError(f"it is no file of cells of {len(self)} x {self.dim}")
@@ -307,7 +313,8 @@ class ClusteredIndex(ApproximateIndex):
                 **(summaries if groups else {}),  # files of earlier versions have none
             }
 
-        _, parts = files.read(file, 7, layout)
+        _, mapped = arrays.read(file, 7, layout)
+        parts = dict(mapped.arrays)
         cells = Cells(**{name: parts.pop(name) for name in Cells._fields})
         summaries = Summaries(*parts.values()) if parts else None
 
@@ -315,7 +322,7 @@ class ClusteredIndex(ApproximateIndex):
             return check(cells, len(self)) and (summaries is None or check_summaries(summaries, cells))
 
         verified.holds(Path(file), f"{_CHECKED} of {len(self)} keys", checked)
-        return _Searchable(cells, self.keys, files.Mapped(file, os.stat(file)), summaries)
+        return _Searchable(cells, self.keys, mapped, summaries)
 
     @property
     def cells(self) -> Cells:
@@ -335,7 +342,7 @@ class _Searchable:
     """
 
     def __init__(
-        self, own: Cells, keys: Any, mapped: files.Mapped | None = None, summaries: Summaries | None = None
+        self, own: Cells, keys: Any, mapped: Mapped | None = None, summaries: Summaries | None = None
     ):
         self.cells = Cells(*map(np.ascontiguousarray, own))
         self.summaries = summaries
@@ -396,9 +403,9 @@ def _parts(heads: Heads, tasks: int) -> int:
 def _together(heads: Sequence[ClusteredIndex], deviations: Float32) -> Heads:
     natives = [head._native for head in heads]
     for native in natives:
-        if native.mapped is not None and native.mapped.shrank:
+        if native.mapped is not None and (file := native.mapped.shrunk):
             raise IndexDamaged(
-                f"{native.mapped.file} is shorter than it was when it was opened; build the index again with "
+                f"{file} is shorter than it was when it was opened; build the index again with "
                 "`offload-decode index`."
             )
     return Heads(

@@ -137,7 +137,7 @@ class LoadedModels:
             else:
                 engine = self._opened(entry, entry.path, loaded, selector, merged)
                 assert isinstance(engine.store, KVStore), "it was opened from disk"
-                files = sum(1 for spec in engine.store.specs.values() for _ in spec.files())
+                files = sum(spec.file_count for spec in engine.store.specs.values())
                 target = Target(entry, key, loaded, engine, files)
             with self._lock:
                 if any(loaded is ready for ready in self._ready().values()):

@@ -4,7 +4,6 @@
 which has its own. Both must read exactly as written, so that no bit of the folder can change unseen.
 """
 
-import ctypes
 import hashlib
 import mmap
 import os
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from offload_decode.common.errors import StoreDamaged, StoreError
 from offload_decode.common.files import NotPlain, open_plain
+from offload_decode.common.mapping import map_over, reserve
 
 LARGEST_LIST = 64 << 20
 """Bytes of a list of names, which is read whole: far more than any store has."""
@@ -79,43 +79,39 @@ def _not_plain(path: str | Path) -> StoreDamaged:
     return StoreDamaged(f"{path} is not a plain file but a link, a folder, a pipe or a device: {_WAY_OUT}.")
 
 
-_MAP_FIXED = 0x10  # the same on Linux and macOS; Python's mmap does not export it
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
 def require_posix() -> None:
     """StoreError on a system where stores cannot be mapped."""
     if sys.platform not in ("linux", "darwin"):
         raise StoreError(f"KV stores need Linux or macOS, and this is {sys.platform}: use WSL on Windows.")
 
 
-def map_files(files: Sequence[Path], file_bytes: int) -> npt.NDArray[np.uint8]:
-    """The bytes of `files`, each of `file_bytes`, as one read-only, zero-copy array, which keeps the maps
-    alive: an anonymous map reserves the addresses, and each file is mapped over its part.
+def map_files(files: Sequence[tuple[Path, int, int]]) -> npt.NDArray[np.uint8]:
+    """The bytes of `files`, each given with its size and how many bytes of it count, as one read-only,
+    zero-copy array, which keeps the maps alive: an anonymous map reserves the addresses, and each file is
+    mapped over its part.
 
-    With more than one file, `file_bytes` must be a multiple of the page size. Bytes that are written to the
-    files later are seen. A file of another size is StoreDamaged, so that no later access can run off its end.
+    What counts of all but the last must be a multiple of the page size. Bytes that are written to the files
+    later are seen. A file of another size is StoreDamaged, so that no later access can run off its end.
     """
     require_posix()
-    assert min(len(files), file_bytes) > 0
-    assert len(files) == 1 or file_bytes % mmap.PAGESIZE == 0, "files end on a page"
-    length = len(files) * file_bytes
+    assert all(0 < used <= size for _, size, used in files)
+    assert not any(used % mmap.PAGESIZE for _, _, used in files[:-1]), "files end on a page"
+    length = sum(used for _, _, used in files)
     try:
-        reserved = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        _, view = reserve(length)
     except (OSError, OverflowError) as error:
         raise StoreError(
-            f"{files[0]} and what follows it cannot be mapped into memory ({length:,} bytes): "
+            f"{files[0][0]} and what follows it cannot be mapped into memory ({length:,} bytes): "
             "raise the limit of addresses (ulimit -v), or prefill again."
         ) from error
-    view = np.frombuffer(reserved, dtype=np.uint8)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    for i, file in enumerate(files):
-        _map_over(libc, view.ctypes.data + i * file_bytes, file, file_bytes)
+    address = view.ctypes.data
+    for file, size, used in files:
+        _map_over(address, file, size, used)
+        address += used
     return view
 
 
-def _map_over(libc: ctypes.CDLL, address: int, file: Path, size: int) -> None:
+def _map_over(address: int, file: Path, size: int, used: int) -> None:
     try:
         descriptor = open_regular(file)
     except FileNotFoundError as error:
@@ -125,13 +121,12 @@ def _map_over(libc: ctypes.CDLL, address: int, file: Path, size: int) -> None:
     try:
         if (found := os.fstat(descriptor).st_size) != size:
             raise StoreDamaged(f"{file} has {found:,} bytes and should have {size:,}: {_WAY_OUT}.")
-        where = ctypes.c_void_p(address), ctypes.c_size_t(size)
-        how = mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, ctypes.c_int64(0)
-        if libc.mmap(*where, *how) == _MAP_FAILED:
-            why = os.strerror(ctypes.get_errno())
+        try:
+            map_over(address, descriptor, 0, used)
+        except OSError as error:
             raise StoreError(
-                f"{file} cannot be mapped into memory ({why}): raise the limit vm.max_map_count."
-            )
+                f"{file} cannot be mapped into memory ({error.strerror}): raise the limit vm.max_map_count."
+            ) from error
     finally:
         os.close(descriptor)
 

@@ -229,6 +229,8 @@ class Manifest:
     and the largest error; and the sums that these are made of (`streams.EncodingLoss`) at the seam.
     `seam` is the last chunk boundary: the tokens of whole forward chunks, after which an append continues.
     Windows and states there are kept too. 0 where there are none; None in stores of format version 2.
+    `base` names the store that this one begins as: its path as a `store` seen from this one's folder, its
+    `digest`, and the `tokens` taken over from it.
     """
 
     model_id: str
@@ -249,6 +251,7 @@ class Manifest:
     page_size: int = 16
     query_samples: int = 1024
     seam: int | None = 0
+    base: dict[str, Any] | None = None
     software: str = field(default_factory=running_software)
     format_version: int = FORMAT_VERSION
 
@@ -305,6 +308,8 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """JSON values in one order, whatever the order of the inner dicts was."""
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"shape": asdict(self.shape)}
+        if self.base is None:  # so that earlier releases read stores without one
+            del values["base"]
         ordered: dict[str, Any] = json.loads(json.dumps(values, sort_keys=True, allow_nan=False))
         return ordered
 
@@ -314,7 +319,7 @@ class Manifest:
         check_version(data)
         if data["format_version"] == 2:
             data = {"seam": None, **data}
-        data = {"opening": None, "trained": None, **data}
+        data = {"opening": None, "trained": None, "base": None, **data}
         try:
             shape = _checked(data, [own.name for own in fields(cls)])
         except ValueError as error:
@@ -350,6 +355,9 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
         raise ValueError(f"opening is not a text of at most {OPENING:,} letters")
     if data["trained"] is not None:
         check("trained", data["trained"], dict.fromkeys(("length", "unscaled"), range(1 << 53)))
+    if data["base"] is not None:
+        tokens = range(data["n_tokens"] + 1)
+        check("base", data["base"], {"store": str, "digest": str, "tokens": tokens})
     if data["format_version"] != 2 or data["seam"] is not None:
         check("seam", data["seam"], range(data["n_tokens"] + 1))
     check("prefill.method", data["prefill"].get("method"), str)

@@ -1,9 +1,10 @@
-"""Appending: a store that begins as another one, up to that one's last chunk boundary.
+"""A store that begins as another one, up to that one's last chunk boundary: an append, or a `--on`.
 
 The boundary (`Manifest.seam`) is the end of the last whole forward chunk, so that further tokens run in the
 chunks of one prefill of the longer corpus. What a resumed prefill restores is seeded here: rows, windows,
 states, sums of errors. Files that stay the same become hard links; where the file system copies on write
-(btrfs, XFS), blocks are shared; other bytes are copied.
+(btrfs, XFS), blocks are shared; other bytes are copied. Where the earlier store stays, its files are linked
+whole, and those of the new store go on within one (`ArraySpec.base`).
 """
 
 import os
@@ -20,7 +21,7 @@ from offload_decode.store import layout
 from offload_decode.store.files import Progress, open_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layer_states import StateLog, WindowLog
-from offload_decode.store.layout import ArraySpec, array_name, sample_plan
+from offload_decode.store.layout import ArraySpec, array_name, at, sample_plan
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, Segment
 from offload_decode.store.streams import allocate, kind_of, row_crcs, rows_at, write_all, write_array
@@ -73,19 +74,36 @@ def _copy(here: int, start: int, there: int, at: int, count: int) -> None:
 
 @dataclass
 class Growth:
-    """The store that another one begins as, and bytes of it that were shared and copied in this run."""
+    """The store that another one begins as, and bytes of it that were shared and copied in this run. It
+    `stays`, or is replaced by the other.
+    """
 
     earlier: KVStore
     progress: Progress
+    stays: bool = False
     shared: int = 0
     copied: int = 0
 
     def begin(self, partial: Path) -> None:
         """Raise where the earlier store is another one now, and forget a staging folder that it came from."""
         self.earlier.check_same()
-        if is_left(partial, self.earlier.manifest):
+        if not self.stays and is_left(partial, self.earlier.manifest):
             (partial / PROGRESS).unlink(missing_ok=True)
             remove(partial / REPLACED)
+
+    def begun(
+        self, manifest: Manifest, specs: Sequence[ArraySpec], samples: tuple[Array, Array]
+    ) -> list[ArraySpec]:
+        """The arrays of the longer store, with the files that they begin with."""
+        rows = rows_at(manifest, samples[0], self.earlier.manifest.seam or 0)
+        found = []
+        for spec in specs:
+            kind, before = kind_of(spec), self.earlier.specs.get(spec.name)
+            base = before.base if before else ()
+            if self.stays and before and kind not in (None, "queries"):
+                base = before.beginning(rows[kind])
+            found.append(replace(spec, chunk=(1, *spec.shape[1:]), base=base) if base else spec)
+        return found
 
     def seed(
         self,
@@ -137,23 +155,23 @@ class Growth:
         """The first `rows` rows of every head. Only files that hold nothing else are links: what is written
         later goes to others.
         """
-        before = self.earlier.specs[spec.name]
-        same = rows // spec.chunk[1] if spec.chunk == before.chunk else 0
-        files = [(spec.head_files(head), before.head_files(head)) for head in range(spec.shape[0])]
+        before, source = self.earlier.specs[spec.name], self.earlier.path
+        same = len(spec.base) or (rows // spec.chunk[1] if spec.chunk == before.chunk else 0)
+        heads = [(spec.head_parts(head), before.head_parts(head)) for head in range(spec.shape[0])]
         (root / spec.name).mkdir(parents=True, exist_ok=True)
-        links = []
-        for ours, theirs in files:  # until one could not be linked
+        links = []  # bytes of each head, until a file could not be linked
+        for ours, theirs in heads:
             pairs = zip(theirs[:same], ours, strict=False)
-            made = (link(self.earlier.path / old, root / new) for old, new in pairs)
+            made = (new.used * link(source / old.file, root / new.file) for old, new in pairs)
             links.append(sum(takewhile(bool, made)))
-        self.shared += sum(links) * spec.chunk_bytes
+        self.shared += sum(links)
         allocate(root, spec)
-        for (ours, theirs), linked in zip(files, links, strict=True):
-            place, end = linked * spec.chunk_bytes, rows * spec.row_bytes
+        for (ours, theirs), place in zip(heads, links, strict=True):
+            end = rows * spec.row_bytes
             while place < end:
-                (number, at), (source, start) = (divmod(place, own.chunk_bytes) for own in (spec, before))
-                count = min(end - place, spec.chunk_bytes - at, before.chunk_bytes - start)
-                shared = copy_range(self.earlier.path / theirs[source], start, root / ours[number], at, count)
+                (file, to, room), (old, start, left) = (at(parts, place) for parts in (ours, theirs))
+                count = min(end - place, room, left)
+                shared = copy_range(source / old, start, root / file, to, count)
                 self.shared, self.copied = self.shared + shared, self.copied + count - shared
                 place += count
 

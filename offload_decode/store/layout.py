@@ -5,12 +5,12 @@ Metadata is written through zarr and checked as JSON; reading needs no zarr, so 
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged
 from offload_decode.common.rows import encodings
 from offload_decode.store.files import LARGEST_LIST, LARGEST_MANIFEST, LARGEST_METADATA, read_regular
-from offload_decode.store.format import ATTRIBUTE, Array, Manifest, numpy_dtype
+from offload_decode.store.format import ATTRIBUTE, Array, Manifest, check, numpy_dtype
 from offload_decode.types import LayerKind, LayerShape
 
 CHUNK_TOKENS = 65_536
@@ -33,16 +33,37 @@ ALIGNMENT = 64 * 1024
 """Chunk files that are mapped one after another end on a page of the machine, which has 4 to 64 KiB."""
 
 
+class Part(NamedTuple):
+    """A file of a head, its bytes, and how many of them, from its first on, are the head's."""
+
+    file: str
+    size: int
+    used: int
+
+
+def at(parts: Sequence[Part], place: int) -> tuple[str, int, int]:
+    """The file of a head that has its byte `place`, where it is there, and how many of the head's follow."""
+    for file, _, used in parts:
+        if place < used:
+            return file, place, used - place
+        place -= used
+    raise IndexError("the head ends before")
+
+
 @dataclass(frozen=True)
 class ArraySpec:
     """One array, cut into chunks of the shape `chunk`, of which those at the edges are padded with zeros: of
     rank 3, `[heads, rows, D]` in chunks of one head, or of rank 1 and one chunk.
+
+    `base`: the files of another store with which every head begins, each by its bytes and how many of them,
+    from its first on, are the head's. The rest of the head is one chunk file then.
     """
 
     name: str
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     dtype: str
+    base: tuple[tuple[int, int], ...] = ()
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -53,8 +74,14 @@ class ArraySpec:
         return self.numpy_dtype.itemsize * (self.shape[-1] if len(self.shape) == 3 else 1)
 
     @property
+    def base_bytes(self) -> int:
+        """Of each head."""
+        return sum(used for _, used in self.base)
+
+    @property
     def chunk_bytes(self) -> int:
-        return math.prod(self.chunk) * self.numpy_dtype.itemsize
+        """Of each chunk file."""
+        return math.prod(self.chunk) * self.numpy_dtype.itemsize - self.base_bytes
 
     @property
     def metadata_file(self) -> str:
@@ -62,8 +89,13 @@ class ArraySpec:
 
     @property
     def file_count(self) -> int:
-        """Chunk files."""
-        return math.prod(map(len, self._grid()))
+        return math.prod(map(len, self._grid())) + self.shape[0] * len(self.base)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file, with those of the base."""
+        heads = range(self.shape[0] if self.base else 0)
+        base = {file: size for head in heads for file, size, _ in self.head_parts(head)}
+        return {**base, **dict.fromkeys(self.files(), self.chunk_bytes)}
 
     def files(self) -> Iterator[str]:
         """Every chunk file, head by head, in the order of the rows."""
@@ -76,6 +108,22 @@ class ArraySpec:
         """The chunk files of one head, in the order of the rows."""
         assert 0 <= head < self.shape[0], f"{self.name} has no head {head}"
         return [f"{self.name}/c.{head}.{i}.0" for i in range(-(-self.shape[1] // self.chunk[1]))]
+
+    def head_parts(self, head: int) -> list[Part]:
+        """The files of one head, those of the base first."""
+        base = [Part(f"{self.name}/base.{head}.{i}", *sizes) for i, sizes in enumerate(self.base)]
+        return base + [Part(file, self.chunk_bytes, self.chunk_bytes) for file in self.head_files(head)]
+
+    def beginning(self, rows: int) -> tuple[tuple[int, int], ...]:
+        """The `base` of an array that begins with so many rows of this one: as many as can be mapped ahead of
+        another file.
+        """
+        left, base = rows * self.row_bytes // ALIGNMENT * ALIGNMENT, []
+        for _, size, used in self.head_parts(0)[:MAX_CHUNKS]:
+            if taken := min(used, left):
+                base.append((size, taken))
+                left -= taken
+        return tuple(base)
 
 
 def chunk_rows(rows: int, row_bytes: int, target: int | None = None, most: int = MAX_CHUNKS) -> int:
@@ -174,14 +222,15 @@ def create_group(root: Path, manifest: Manifest, specs: Iterable[ArraySpec]) -> 
 
     group = zarr.create_group(str(root), zarr_format=3, attributes={ATTRIBUTE: manifest.to_json()})
     for spec in specs:
+        shape, chunk, dtype, attributes = _stored(spec)
         group.create_array(
             spec.name,
-            shape=spec.shape,
-            chunks=spec.chunk,
-            dtype=_stored_dtype(spec.dtype),
+            shape=shape,
+            chunks=chunk,
+            dtype=dtype,
             filters=None,
             compressors=None,
-            attributes={"dtype": spec.dtype},
+            attributes=attributes,
             chunk_key_encoding=_KEYS,
             config={"write_empty_chunks": True},
         )
@@ -241,11 +290,14 @@ def read_specs(root: Path, manifest: Manifest) -> dict[str, ArraySpec]:
 
 
 def _stored_spec(root: Path, spec: ArraySpec) -> ArraySpec:
-    """`spec` with the chunk length of the stored array: all else must agree."""
+    """`spec` with the chunk length and the base of the stored array: all else must agree."""
     metadata = _read(root, spec.name)
     try:
         chunk = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
-        stored = replace(spec, chunk=chunk)
+        if base := metadata["attributes"].get("base", ()):
+            check("base", base, [[range(1, 2**63), range(2, 3)], range(1, MAX_CHUNKS + 1)])
+            chunk = (1, *spec.shape[1:])
+        stored = replace(spec, chunk=chunk, base=tuple((size, used) for size, used in base))
         sane = len(chunk) == len(spec.shape) and all(type(step) is int for step in chunk)
         if sane and _is_as_expected(metadata, stored) and _is_mappable(stored):
             return stored
@@ -259,14 +311,15 @@ def _stored_spec(root: Path, spec: ArraySpec) -> ArraySpec:
 
 def _is_as_expected(metadata: dict[str, Any], spec: ArraySpec) -> bool:
     """Whether the metadata is that of `spec`, and a chunk file the little-endian bytes of its chunk."""
+    shape, chunk, dtype, attributes = _stored(spec)
     expected = {
         "node_type": "array",
         "zarr_format": 3,
-        "shape": list(spec.shape),
-        "data_type": _stored_dtype(spec.dtype),
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.chunk)}},
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": _KEYS,
-        "attributes": {"dtype": spec.dtype},
+        "attributes": attributes,
     }
     codec = metadata["codecs"][0]
     return (
@@ -278,7 +331,10 @@ def _is_as_expected(metadata: dict[str, Any], spec: ArraySpec) -> bool:
 
 
 def _is_mappable(spec: ArraySpec) -> bool:
-    """Whether the chunk files of a head can be mapped one after another."""
+    """Whether the files of a head can be mapped one after another."""
+    if spec.base:
+        fits = all(used <= size and used % ALIGNMENT == 0 for size, used in spec.base)
+        return fits and len(spec.shape) == 3 and spec.chunk_bytes > 0
     whole = spec.chunk == (1, *spec.shape[1:]) if len(spec.shape) == 3 else spec.chunk == spec.shape
     split = (
         len(spec.shape) == 3 and spec.chunk[::2] == (1, spec.shape[2]) and spec.chunk_bytes % ALIGNMENT == 0
@@ -286,9 +342,15 @@ def _is_mappable(spec: ArraySpec) -> bool:
     return min(spec.chunk) > 0 and (whole or split)
 
 
-def _stored_dtype(dtype: str) -> str:
-    """Zarr has neither bfloat16 nor encoded rows: the attribute `dtype` says what their bits are."""
-    return "uint16" if dtype == "bfloat16" else numpy_dtype(dtype).name
+def _stored(spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any]]:
+    """Shape, chunk shape, data type and attributes in Zarr, which has neither bfloat16 nor encoded rows: the
+    attribute `dtype` says what their bits are. Behind a base, which may end within a row, lie bytes.
+    """
+    if spec.base:
+        attributes = {"dtype": spec.dtype, "base": [list(sizes) for sizes in spec.base]}
+        return (spec.shape[0], spec.chunk_bytes, 1), (1, spec.chunk_bytes, 1), "uint8", attributes
+    name = "uint16" if spec.dtype == "bfloat16" else numpy_dtype(spec.dtype).name
+    return spec.shape, spec.chunk, name, {"dtype": spec.dtype}
 
 
 def _read(root: Path, name: str) -> dict[str, Any]:

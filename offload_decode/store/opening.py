@@ -145,4 +145,4 @@ def _count(specs: Mapping[str, ArraySpec]) -> int:
 
 
 def _sizes(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
-    return {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}
+    return {name: size for spec in specs.values() for name, size in spec.sizes().items()}

@@ -35,6 +35,8 @@ def names_of(data: bytes) -> list[str]:
     return names
 
 
+BASE = "shared with its base"
+"""In `KVStore.cost`, the files that were taken over from another store."""
 _KINDS = {
     "key_norms": "key norms",
     "page_min": "page bounds",
@@ -172,8 +174,8 @@ class KVStore:
 
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
-        names = self.specs[array_name(layer, "keys")].head_files(kv_head)
-        return hashlib.sha256(files.render({name: self._sums[name] for name in names})).hexdigest()
+        names = self.specs[array_name(layer, "keys")].head_parts(kv_head)
+        return hashlib.sha256(files.render({name: self._sums[name] for name, *_ in names})).hexdigest()
 
     @cached_property
     def store_digest(self) -> str:
@@ -186,7 +188,10 @@ class KVStore:
         for spec in self.specs.values():
             name = spec.name.rpartition("/")[2].removesuffix(SEAM)
             kind = _KINDS.get(name.rstrip("0123456789"), name)
-            cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * spec.file_count
+            base = spec.shape[0] * sum(size for size, _ in spec.base)
+            cost[kind] = cost.get(kind, 0) + sum(spec.sizes().values()) - base
+            if base:
+                cost[BASE] = cost.get(BASE, 0) + base
         small = [name for name in self._sums if name.endswith("zarr.json")] + [files.SUMS, files.SEAL]
         cost["metadata and checksums"] = sum(os.path.getsize(self.path / name) for name in small)
         return cost
@@ -239,7 +244,7 @@ class KVStore:
     def _rows(self, layer: int, kind: str, kv_head: int) -> Array:
         name = array_name(layer, kind)
         spec = self.specs[name]
-        sizes = [(os.path.join(self.path, file), spec.chunk_bytes) for file in spec.head_files(kv_head)]
+        sizes = [(os.path.join(self.path, file), size) for file, size, _ in spec.head_parts(kv_head)]
         with self._of_this():
             if (name, kv_head) in self._views:
                 check_sizes(sizes)

@@ -55,6 +55,8 @@ def _create(
     earlier = growth.earlier.specs if growth else None
     sizes = len(arrays["documents/offsets"]) - 1, len(arrays["documents/names"])
     specs = list(array_specs(manifest, *sizes, earlier))
+    if growth:
+        specs = growth.begun(manifest, specs, samples)
     layout.create_group(root, manifest, specs)
     committed = Committed(
         crcs={s.name: [0] * s.shape[0] for s in specs if kind_of(s)},
@@ -84,7 +86,7 @@ def staged_specs(partial: Path, manifest: Manifest) -> dict[str, ArraySpec]:
     for name in (*layout.group_files(manifest), *specs):
         try:
             if spec := specs.get(name):
-                check_sizes((str(root / file), spec.chunk_bytes) for file in spec.files())
+                check_sizes((str(root / file), size) for file, size in spec.sizes().items())
             else:
                 read_regular(root / name, LARGEST_MANIFEST)
         except (FileNotFoundError, StoreDamaged) as error:

@@ -17,7 +17,7 @@ from offload_decode.common.errors import InvalidIndexInput, StoreError
 from offload_decode.common.rows import encodings
 from offload_decode.store.files import check_sizes, map_files
 from offload_decode.store.format import Array, Manifest
-from offload_decode.store.layout import ArraySpec, array_name
+from offload_decode.store.layout import ArraySpec, array_name, at
 
 
 class RowStream:
@@ -30,13 +30,14 @@ class RowStream:
         self.rows = 0
         self.crcs = [0] * spec.shape[0]
         self._root, self._written = root, written
-        self._files = [[root / name for name in spec.head_files(head)] for head in range(spec.shape[0])]
+        self._parts = [spec.head_parts(head) for head in range(spec.shape[0])]
         self._views: dict[int, Array] = {}
 
     def restore(self, rows: int, crcs: list[int]) -> bool:
         """Go on after the first `rows` rows, if they are what the checksums say."""
         self.rows, self.crcs = rows, row_crcs(self._root, self.spec, rows)
-        return self.crcs == crcs and rows <= self.spec.shape[1]
+        fits = self.spec.base_bytes <= rows * self.spec.row_bytes <= self.spec.shape[1] * self.spec.row_bytes
+        return fits and self.crcs == crcs
 
     def write(self, block: Array) -> None:
         """Write `block [heads, T, D]` after the rows so far; they count once `advance` was called with it."""
@@ -45,13 +46,13 @@ class RowStream:
         )
         assert block.dtype == self.spec.numpy_dtype, f"{self.spec.name}: {block.dtype} for {self.spec.dtype}"
         assert self.rows + block.shape[1] <= self.spec.shape[1], f"{self.spec.name}: more rows than it has"
-        for files, rows in zip(self._files, block, strict=True):
+        for parts, rows in zip(self._parts, block, strict=True):
             data, position = as_bytes(rows), self.rows * self.spec.row_bytes
             while data:
-                index, offset = divmod(position, self.spec.chunk_bytes)
-                piece = data[: self.spec.chunk_bytes - offset]
-                _write_at(files[index], offset, piece)
-                self._written.add(files[index])
+                name, offset, room = at(parts, position)
+                piece = data[:room]
+                _write_at(self._root / name, offset, piece)
+                self._written.add(self._root / name)
                 data, position = data[len(piece) :], position + len(piece)
 
     def advance(self, block: Array) -> None:
@@ -62,7 +63,7 @@ class RowStream:
     def view(self, head: int) -> Array:
         """The rows so far `[rows, D]`, or encoded `[rows]`, of one head: a read-only, zero-copy view."""
         if head in self._views:
-            check_sizes((file, self.spec.chunk_bytes) for file in self._files[head])
+            check_sizes((self._root / file, size) for file, size, _ in self._parts[head])
         else:
             self._views[head] = head_view(self._root, self.spec, head)
         return self._views[head][: self.rows]
@@ -87,11 +88,11 @@ def rows_at(manifest: Manifest, positions: Array, tokens: int) -> dict[str, int]
 
 
 def allocate(root: Path, spec: ArraySpec) -> None:
-    """Make the missing chunk files of an array at their full size, as zeros that take no space yet."""
-    for name in spec.files():
+    """Make the missing files of an array at their full size, as zeros that take no space yet."""
+    for name, size in spec.sizes().items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), open(root / name, "xb") as file:
-            file.truncate(spec.chunk_bytes)
+            file.truncate(size)
 
 
 def write_array(root: Path, spec: ArraySpec, array: Array) -> None:
@@ -103,22 +104,23 @@ def write_array(root: Path, spec: ArraySpec, array: Array) -> None:
 
 def head_view(root: Path, spec: ArraySpec, head: int) -> Array:
     """One head's rows `[rows, D]`, or records `[rows]`, mapped from its files; read-only and zero-copy."""
-    data = map_files([root / name for name in spec.head_files(head)], spec.chunk_bytes)
+    data = map_files([(root / file, size, used) for file, size, used in spec.head_parts(head)])
     rows = data.view(spec.numpy_dtype).reshape(-1, spec.shape[2])[: spec.shape[1]]
     return encodings.as_records(rows, spec.dtype) if spec.dtype in encodings.LARGEST_CODE else rows
 
 
 def row_crcs(root: Path, spec: ArraySpec, rows: int) -> list[int]:
-    """CRC-32 of the first `rows` rows of every head."""
+    """CRC-32 of the first `rows` rows of every head, without the bytes of a base, which nobody writes."""
     if not rows:
         return [0] * spec.shape[0]
     heads = (head_view(root, spec, head) for head in range(spec.shape[0]))
-    return [zlib.crc32(as_bytes(head[:rows])) for head in heads]
+    return [zlib.crc32(as_bytes(head[:rows])[spec.base_bytes :]) for head in heads]
 
 
 def list_view(root: Path, spec: ArraySpec) -> Array:
     """An array of rank 1, mapped from its one chunk file; read-only and zero-copy."""
-    return map_files([root / name for name in spec.files()], spec.chunk_bytes).view(spec.numpy_dtype)
+    size = spec.chunk_bytes
+    return map_files([(root / name, size, size) for name in spec.files()]).view(spec.numpy_dtype)
 
 
 def as_bytes(array: Array) -> memoryview:

@@ -110,7 +110,8 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
     def __init__(
         self, path: Path, manifest: Manifest, growth: Growth | None, samples: tuple[Array, Array]
     ) -> None:
-        self.path, self.manifest, self.growth = path, manifest, growth
+        self.path, self.manifest = path, manifest
+        self._replaces = growth is not None and not growth.stays
         self._sealed, self._stack = False, ExitStack()
         self._partial = partial = partial_path(path)
         self._root, folder = partial / STORE, partial / WINDOWS
@@ -155,24 +156,25 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         """Begin the store at `path`, or continue one that was begun there.
 
         `tokens [N]` and `documents`, which follow each other without gaps, are those of the whole corpus.
-        With `growth` the store that lies there is the beginning of this one, and is replaced by it when it is
-        published. StoreExists, StoreBusy, or StoreMismatch where something else was begun there; StoreDamaged
-        where what was begun, or the earlier store, has changed on disk.
+        With `growth` this store begins as an earlier one: the store that lies there, which is replaced when
+        this one is published, or another that stays. StoreExists, StoreBusy, or StoreMismatch where something
+        else was begun there; StoreDamaged where what was begun, or the earlier store, has changed on disk.
         """
-        path = Path(os.path.realpath(path) if growth else os.path.abspath(path))
+        replaces = growth is not None and not growth.stays
+        path = Path(os.path.realpath(path) if replaces else os.path.abspath(path))
         tokens = np.ascontiguousarray(tokens, dtype="<i4")
         assert tokens.shape == (manifest.n_tokens,), "the manifest counts the tokens"
         assert token_hash(tokens) == manifest.token_hash, "the manifest is of these tokens"
         assert all(a.end == b.start for a, b in pairwise(documents)), "documents follow each other"
         partial = partial_path(path)
         with ExitStack() as stack:
-            if growth is None:
+            if not replaces:
                 refuse_existing(path)
-            with staging.surfaced(partial, "", "append" if growth else "prefill"):
+            with staging.surfaced(partial, "", "append" if replaces else "prefill"):
                 stack.enter_context(staging.locked(partial))
-                if growth is None:
+                if not replaces:
                     refuse_existing(path)  # it may have been published while the lock was waited for
-                else:
+                if growth:
                     growth.begin(partial)
                 writer = cls(path, manifest, growth, prepare(partial, manifest, tokens, documents, growth))
             writer._stack = stack.pop_all()
@@ -293,7 +295,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         """
         sealed = self.seal(progress)
         with self._surfaced():
-            if self.growth:
+            if self._replaces:
                 exchange(sealed, self.path, aside=self._partial / REPLACED)
             else:
                 refuse_existing(self.path)
@@ -322,7 +324,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
             layout.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
             names = layout.group_files(self.manifest)
             for spec in self._specs.values():
-                names += [spec.metadata_file, *spec.files()]
+                names += [spec.metadata_file, *spec.sizes()]
             sums = render(hash_files(self._root, names, progress))
             for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
                 files.write(self._partial / name, data)  # its temporary file must not lie in the store
@@ -347,6 +349,6 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         return self._streams[array_name(layer, kind)]
 
     def _surfaced(self) -> AbstractContextManager[None]:
-        command = "append" if self.growth else "prefill"
+        command = "append" if self._replaces else "prefill"
         kept = f"its first {self.done:,} tokens" if self.done else ""
         return staging.surfaced(self._partial, kept, command)

@@ -14,6 +14,7 @@ from offload_decode.prefill_jobs import append as append_module
 from offload_decode.prefill_jobs import indexing
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.earlier import method_of
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.selectors.topk import HeadIndexes
@@ -171,7 +172,7 @@ def test_unknown_method(begun):
     store = KVStore.open(begun[1])
     store.manifest.prefill["method"] = "psychic"
     with pytest.raises(ConfigError, match="'psychic'"):
-        append_module.method_of(store)
+        method_of(store)
 
 
 def test_failed_append_keeps_the_store_and_resumes(tmp_path, begun, monkeypatch):

@@ -1,0 +1,270 @@
+"""Stores that begin as another one: what they hold, what they share, and which are refused."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload_decode.common.errors import (
+    ConfigError,
+    IndexDamaged,
+    StoreDamaged,
+    StoreMismatch,
+    StoreNotFound,
+)
+from offload_decode.indexes import arrays
+from offload_decode.indexes.clusters.index import ClusteredIndex
+from offload_decode.kv.indexes import heads_of, index_path, kind_folder, verify
+from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.append import append_texts
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.earlier import last_boundary
+from offload_decode.prefill_jobs.indexing import build_indexes
+from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill_texts
+from offload_decode.store import growth
+from offload_decode.store.reader import BASE, KVStore
+from offload_decode.store.tree import AS_IT_WAS, CHANGED, GONE, bases_of, begun_as
+from tests.prefill_jobs.killing import tree
+from tests.prefill_jobs.test_append import CHAT, TEXTS, loaded, settings
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of tiny stores are shared to a page of memory, and not to 64 KiB."""
+    monkeypatch.setattr("offload_decode.store.layout.ALIGNMENT", 4096)
+
+
+def on(base: Path, model: LoadedModel, texts: Sequence[TextDocument], out: Path) -> PrefillReport:
+    return prefill_texts(model, texts, out, Settings(base=base))
+
+
+def numbers(path: Path) -> dict[str, bytes]:
+    """All that a store gives, however it lies on disk."""
+    store = KVStore.open(path)
+    shape, found = store.manifest.shape, {"tokens": store.tokens, "queries": store.query_positions}
+    for layer, own in enumerate(shape.layers):
+        if own.local:
+            for at in (store.window, store.window_at_seam):
+                found[f"{at.__name__} {layer}"] = np.concatenate([part.ravel() for part in at(layer)])
+        for number, state in enumerate((*store.states(layer), *store.states_at_seam(layer))):
+            found[f"state {layer} {number}"] = state
+    for layer in shape.full_layers:
+        for head in range(shape.kv_heads):
+            parts = store.keys(layer, head), store.values(layer, head), store.queries(layer, head)
+            for number, part in enumerate((*parts, store.key_norms(layer, head), *store.pages(layer, head))):
+                found[f"{layer} {head} {number}"] = part
+    return {name: np.ascontiguousarray(part).tobytes() for name, part in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        *((family, settings()) for family in ("llama", "gemma2", "qwen3_next", "deepseek_v3")),
+        ("gemma2", settings(kv="int8")),
+        ("llama", settings("quoka", kv="int4-values", budget="50%")),
+        ("llama", settings(chunk=5000)),
+    ],
+    ids=str,
+)
+def test_three_deep_each_is_one_prefill(tmp_path: Path, family: str, how: Settings) -> None:
+    """Windows, recurrent states and latents included; appended to, it still is."""
+    model = loaded(family)
+    prefill_texts(model, TEXTS[2:4], tmp_path / "0.kv", how)
+    texts = TEXTS[2:4]
+    for deep, further in enumerate((TEXTS[4:], TEXTS[:1], TEXTS[1:2]), start=1):
+        report = on(tmp_path / f"{deep - 1}.kv", model, further, tmp_path / f"{deep}.kv")
+        texts = [*texts, *further]
+        whole = tmp_path / f"whole {deep}.kv"
+        prefill_texts(model, texts, whole, how)
+        assert numbers(tmp_path / f"{deep}.kv") == numbers(whole)
+        assert (report.shared > 0) == (how.chunk == 16)
+        assert report.n_tokens == KVStore.open(whole).manifest.n_tokens
+        KVStore.open(tmp_path / f"{deep}.kv").verify()
+    shutil.rmtree(tmp_path / "2.kv")
+    more = [TEXTS[0]._replace(name="f.txt")]
+    append_texts(model, more, tmp_path / "3.kv")
+    prefill_texts(model, [*texts, *more], tmp_path / "whole.kv", how)
+    assert numbers(tmp_path / "3.kv") == numbers(tmp_path / "whole.kv")
+    assert (BASE in KVStore.open(tmp_path / "3.kv").cost()) == (how.chunk == 16)
+
+
+def cells_of(path: Path) -> dict[str, bytes]:
+    """The arrays of every head's index of a store."""
+    store, found = KVStore.open(path), {}
+    for layer, head in heads_of(store):
+        base = index_path(kind_folder(path, "clusters"), layer, head)
+        index = ClusteredIndex.load(base, store.keys(layer, head), digest=store.digest(layer, head))
+        parts = {
+            **index.cells._asdict(),
+            **{f"{n} of groups": part for n, part in enumerate(index.summaries)},
+        }
+        found |= {f"{layer} {head} {name}": part.tobytes() for name, part in parts.items()}
+    return found
+
+
+def own_bytes(store: Path) -> int:
+    """Of the native files of its indexes, without links."""
+    return sum(file.stat().st_size for file in kind_folder(store, "clusters").glob("*.cells"))
+
+
+def test_indexes_share_what_they_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three deep and appended to, they hold what one that shares nothing does."""
+    monkeypatch.setattr(arrays, "_LEAST", 4096)
+    model = loaded("llama")
+    first = [text._replace(name=f"{n}{text.name}") for n in range(5) for text in TEXTS[:3]]
+    prefill_texts(model, first, tmp_path / "0.kv", settings())
+    build_indexes(tmp_path / "0.kv", "clusters", k=8)
+    for deep, text in enumerate(TEXTS[2:], start=1):
+        base, store, apart = (tmp_path / f"{name}.kv" for name in (deep - 1, deep, f"apart {deep}"))
+        report = on(base, model, [text], store)
+        assert ([each.kind for each in report.indexes], report.left) == (["clusters"], ())
+        with monkeypatch.context() as patched:
+            patched.setattr(ClusteredIndex, "share", lambda self, earlier, stays: None)
+            on(base, model, [text], apart)
+        assert cells_of(store) == cells_of(apart)
+        assert own_bytes(store) < own_bytes(apart) * 2 / 3
+    shutil.rmtree(tmp_path / "2.kv.indexes")
+    append_texts(model, [TEXTS[0]], store)
+    append_texts(model, [TEXTS[0]], apart)
+    assert cells_of(store) == cells_of(apart)
+    assert own_bytes(store) < own_bytes(apart) * 2 / 3
+    assert not [*verify(KVStore.open(store), "clusters", lambda stage, done, total: None)]
+    link = next(kind_folder(store, "clusters").glob("*.base0"))
+    link.write_bytes(link.read_bytes()[:-1] + b"x")
+    with pytest.raises(IndexDamaged, match="not those that were written"):
+        cells_of(store)
+
+
+def test_pages_of_memory_larger_than_those_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There shared arrays are read, with the same numbers."""
+    first, more = np.arange(10_000, dtype=np.int64), np.arange(20_000, dtype=np.int64)
+    layout = {"n": (np.int64, (10_000,))}
+    arrays.write(str(tmp_path / "first"), [10_000], {"n": first})
+    _, earlier = arrays.read(str(tmp_path / "first"), 1, lambda numbers: layout)
+    bases = arrays.write(str(tmp_path / "more"), [20_000], {"n": more}, earlier)
+    os.link(bases[0], arrays.base_path(tmp_path / "more", 0))
+    assert (tmp_path / "more").stat().st_size < 21_000 * 8 - 9_000 * 8
+    for size in (4096, 16384):
+        monkeypatch.setattr(arrays.mmap, "PAGESIZE", size)
+        _, found = arrays.read(str(tmp_path / "more"), 1, lambda numbers: {"n": (np.int64, (numbers[0],))})
+        assert np.array_equal(found.arrays["n"], more)
+    for place, number in enumerate((0, 1 << 62, -1, 17)):  # what it shares is elsewhere, or ends elsewhere
+        data = np.fromfile(tmp_path / "more", np.int64)
+        data[8 + place % 2] = number
+        data.tofile(tmp_path / "bad")
+        (tmp_path / "bad.base0").unlink(missing_ok=True)
+        os.link(bases[0], tmp_path / "bad.base0")
+        with pytest.raises(RuntimeError):
+            arrays.read(str(tmp_path / "bad"), 1, lambda numbers: {"n": (np.int64, (numbers[0],))})
+
+
+# What is on disk
+
+
+def inodes(folder: Path) -> dict[int, int]:
+    """Bytes of every file under a folder, by inode."""
+    files = [file.stat() for file in folder.rglob("*") if file.is_file()]
+    return {file.st_ino: file.st_blocks * 512 for file in files}
+
+
+def test_keys_and_values_lie_on_disk_once(tmp_path: Path) -> None:
+    """What was shared is linked; the rest ends within the last page of each head and array."""
+    model = loaded("llama")
+    prefill_texts(model, TEXTS, tmp_path / "base.kv", settings())
+    for name in "xyz":
+        report = on(tmp_path / "base.kv", model, [TEXTS[0]], tmp_path / f"{name}.kv")
+        assert report.shared > 0
+    base = inodes(tmp_path / "base.kv")
+    shared = [inodes(tmp_path / f"{name}.kv").keys() & base.keys() for name in "xyz"]
+    assert len({*map(frozenset, shared)}) == 1
+    keys = KVStore.open(tmp_path / "base.kv").specs["layers/000/keys"]
+    seam = KVStore.open(tmp_path / "base.kv").manifest.seam or 0
+    linked = KVStore.open(tmp_path / "x.kv").specs["layers/000/keys"]
+    assert linked.base_bytes == seam * keys.row_bytes // 4096 * 4096
+    assert linked.base == ((keys.chunk_bytes, linked.base_bytes),)
+
+
+def test_without_hard_links_it_holds_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another file system; the report says so."""
+    model = loaded()
+    prefill_texts(model, TEXTS, tmp_path / "base.kv", settings())
+    on(tmp_path / "base.kv", model, [TEXTS[0]], tmp_path / "linked.kv")
+    monkeypatch.setattr(growth, "link", lambda source, target: False)
+    monkeypatch.setattr(growth, "_cloned", lambda *_: False)
+    report = on(tmp_path / "base.kv", model, [TEXTS[0]], tmp_path / "copied.kv")
+    assert report.shared == 0 < report.copied
+    assert not inodes(tmp_path / "copied.kv").keys() & inodes(tmp_path / "base.kv").keys()
+    assert numbers(tmp_path / "copied.kv") == numbers(tmp_path / "linked.kv")
+    KVStore.open(tmp_path / "copied.kv").verify()
+
+
+def test_it_outlives_its_base_and_a_copy_is_whole(tmp_path: Path) -> None:
+    model = loaded()
+    prefill_texts(model, TEXTS[1:], tmp_path / "base.kv", settings())
+    on(tmp_path / "base.kv", model, TEXTS[:1], tmp_path / "x.kv")
+    before, store = numbers(tmp_path / "x.kv"), KVStore.open(tmp_path / "x.kv")
+    assert [(base.path, base.now) for base in bases_of(store)] == [(str(tmp_path / "base.kv"), AS_IT_WAS)]
+    assert begun_as(KVStore.open(tmp_path / "base.kv")) == ["x.kv"]
+    append_texts(model, [TEXTS[0]._replace(name="f.txt")], tmp_path / "base.kv")
+    assert [base.now for base in bases_of(store)] == [CHANGED]
+    shutil.rmtree(tmp_path / "base.kv")
+    assert [base.now for base in bases_of(store)] == [GONE]
+    shutil.copytree(tmp_path / "x.kv", tmp_path / "copy.kv")
+    for name in ("x.kv", "copy.kv"):
+        KVStore.open(tmp_path / name).verify()
+        assert numbers(tmp_path / name) == before
+
+
+# Refusals, and jobs that were stopped
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model, base, out = loaded(), tmp_path / "base.kv", tmp_path / "x.kv"
+    prefill_texts(model, TEXTS[1:], base, settings())
+    for other in (loaded(seed=1), loaded(template=CHAT)):
+        with pytest.raises(StoreMismatch):
+            on(base, other, TEXTS[:1], out)
+    with pytest.raises(ConfigError, match=r"made as that one was: leave out --method, -o, --kv"):
+        Settings("window", {"chunk": 32}, kv="int8", base=base)
+    with pytest.raises(StoreNotFound):
+        on(tmp_path / "gone.kv", model, TEXTS[:1], out)
+    file = base / "layers/001/keys/c.0.0.0"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(StoreDamaged, match=r"c\.0\.0\.0 \(changed\)"):
+        on(base, model, TEXTS[:1], out)
+    assert not out.exists()
+
+
+def stopped(base: Path, model: LoadedModel, out: Path) -> None:
+    """Begin a store on another one, and stop after a chunk."""
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "prefill" and done > last_boundary(KVStore.open(base)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prefill_texts(model, TEXTS[2:3], out, Settings(base=base), progress=stop)
+
+
+def test_a_stopped_one_goes_on_and_is_kept(tmp_path: Path) -> None:
+    model, base, out = loaded(), tmp_path / "base.kv", tmp_path / "x.kv"
+    prefill_texts(model, TEXTS[:2], base, settings())
+    on(base, model, TEXTS[2:3], tmp_path / "whole.kv")
+    before = tree(base)
+    stopped(base, model, out)
+    report = on(base, model, TEXTS[2:3], out)
+    assert report.resumed_from > last_boundary(KVStore.open(base))
+    assert tree(out) == tree(tmp_path / "whole.kv")
+    assert tree(base) == before
+
+
+def test_a_stopped_one_is_refused_when_its_base_has_changed(tmp_path: Path) -> None:
+    model, base, out = loaded(), tmp_path / "base.kv", tmp_path / "x.kv"
+    prefill_texts(model, TEXTS[:2], base, settings())
+    stopped(base, model, out)
+    append_texts(model, TEXTS[3:4], base)
+    with pytest.raises(StoreMismatch, match="begun with another base"):
+        on(base, model, TEXTS[2:3], out)
