@@ -49,7 +49,7 @@ def append(
 
     from offload_decode.cli.compiling import exit_on_bus_error
     from offload_decode.prefill_jobs.append import append as run
-    from offload_decode.prefill_jobs.earlier import method_of, opened
+    from offload_decode.prefill_jobs.continuing import method_of, opened
 
     exit_on_bus_error()
     earlier = opened(store)
@@ -86,8 +86,12 @@ def _report_lines(report: AppendReport) -> list[str]:
         f"now {report.n_tokens:,} tokens, {output.count(report.documents, 'document')}, "
         f"{output.size(report.bytes)}"
     )
-    if report.shared or report.copied:
-        shared = f"{output.size(report.shared)} are shared with it, " if report.shared else ""
-        lines.append(f"of the earlier store {shared}{output.size(report.copied)} were copied")
+    lines += earlier_parts(report.shared, report.copied)
     lines += [index.summary(kind, "extended") for kind in report.indexes]
     return [*lines, *report.left, f'ask it something: offload-decode ask {report.store} "…"']
+
+
+def earlier_parts(shared: int, copied: int) -> list[str]:
+    """How many bytes of the earlier store are in the new one, if any."""
+    with_it = f"{output.size(shared)} are shared with it, " if shared else ""
+    return [f"of the earlier store {with_it}{output.size(copied)} were copied"] if shared or copied else []

@@ -27,6 +27,7 @@ from offload_decode.cli import (
     plan,
     prefill,
     push_pull,
+    renew,
     selectors,
     serve,
     verify,
@@ -79,7 +80,7 @@ def offload_decode(
 
 
 for command in (
-    *(prefill.prefill, append.append, collect.collect, plan.plan, index.index),
+    *(prefill.prefill, append.append, renew.renew, collect.collect, plan.plan, index.index),
     *(ask.ask, chat.chat, batch.batch, serve.serve, models.models, selectors.selectors),
     *(inspect.inspect, verify.verify, push_pull.push, push_pull.pull, cache.cache, demo.demo, doctor.doctor),
 ):

@@ -126,7 +126,7 @@ _UNITS = {
     **dict.fromkeys(("collect", "verify documents", "push documents", "pull documents"), "documents"),
     **dict.fromkeys(("index", "verify indexes"), "heads"),
     **dict.fromkeys(("verify", "hash indexes", "check", "push", "pull"), "bytes"),
-    **{"copy": "arrays", "answer": "questions", "draw texts": "texts"},
+    **{"copy": "arrays", "run again": "chunks", "answer": "questions", "draw texts": "texts"},
 }
 
 

@@ -186,7 +186,7 @@ def prefill(
 
     settings, chunk = replace(made.settings, base=on), made.settings.chunk
     if on:
-        from offload_decode.prefill_jobs.earlier import method_of, opened
+        from offload_decode.prefill_jobs.continuing import method_of, opened
 
         chunk = method_of(opened(on)).options.chunk
     cluster = cluster_of(workers, worker_count, run_with.gpu_memory, run_with.ram, no_sync=no_sync)

@@ -4,9 +4,7 @@ The result equals one prefill of all tokens in the same chunks: the last chunk o
 not full, runs again with what follows.
 """
 
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from offload_decode.common.errors import CorpusError, TextRefused
 from offload_decode.common.memory import Peak, give_back
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
-from offload_decode.prefill_jobs.chunks import prefill_chunks
+from offload_decode.prefill_jobs.continuing import Tokens, check_model, opened, prompt_of, replaced, settle
 from offload_decode.prefill_jobs.corpus import (
     Note,
     TextDocument,
@@ -28,15 +26,11 @@ from offload_decode.prefill_jobs.corpus import (
     notes_on,
     read_corpus,
 )
-from offload_decode.prefill_jobs.earlier import Tokens, check_model, last_boundary, longer, opened, prompt_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
-from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes, extend_indexes, publish_indexes
+from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.job import Settings, admit_text, memory_errors, prefill_tokens
 from offload_decode.store.files import Progress
-from offload_decode.store.growth import Growth, is_left
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import partial_path
-from offload_decode.store.writer import KVStoreWriter, remove_left
 from offload_decode.types import Document
 
 
@@ -65,11 +59,11 @@ class AppendReport:
     seconds: float
     tokens_per_second: float
     bytes: int
-    shared: int
-    copied: int
-    peak_memory: int
-    indexes: tuple[BuildReport, ...]
-    left: tuple[str, ...]
+    shared: int = 0
+    copied: int = 0
+    peak_memory: int = 0
+    indexes: tuple[BuildReport, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def kept(self) -> bool:
@@ -112,7 +106,8 @@ def append_texts(
 ) -> AppendReport:
     """`append` with documents and a model that are loaded already."""
     earlier = opened(store)
-    prompt = prompt_of(earlier, loaded)
+    check_model(earlier, loaded)
+    prompt = prompt_of(earlier, loaded.prompt)
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
         fresh = [text for text in texts if not _is_known(earlier, loaded.tokenizer, prompt, text)]
@@ -139,44 +134,31 @@ def append_tokens(
     earlier = opened(store)
     check_model(earlier, loaded)
     before = earlier.manifest.n_tokens
-    began = time.perf_counter()
-    growth = Growth(earlier, progress)
-    indexes: list[BuildReport] = []
-    left: list[str] = []
-    boundary = resumed_from = last_boundary(earlier)
-    with Peak() as peak:
-        if documents:
-            whole, listed, manifest, method = longer(earlier, loaded, tokens, documents)
-            with KVStoreWriter.open(store, manifest, whole, listed, growth) as writer:
-                resumed_from = writer.done
-                prefill_chunks(loaded, writer, whole, method, progress)
-                grown = KVStore.open(writer.seal())
-                indexes, left = extend_indexes(earlier, grown, earlier.path, progress)
-                progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
-                writer.publish()
-        else:
-            partial = partial_path(Path(os.path.realpath(store)))
-            remove_left(partial, over=is_left(partial, earlier.manifest))
-        after = KVStore.open(store)
-        publish_indexes(after)
-    seconds, total = time.perf_counter() - began, after.manifest.n_tokens
-    ran = total - resumed_from if documents else 0
+    if not documents:
+        settle(store, earlier)
+        size = sum(earlier.cost().values())
+        nothing: dict[str, Any] = {"added_tokens": 0, "repeated": 0, "added": (), "resumed_from": 0}
+        nothing |= {"seconds": 0.0, "tokens_per_second": 0.0, "bytes": size}
+        return AppendReport(store=store, n_tokens=before, documents=len(earlier.documents), **nothing)
+    whole = np.concatenate([earlier.tokens, np.asarray(tokens, np.int32)])
+    listed = [*earlier.documents, *documents]
+    done = replaced(loaded, earlier, whole, listed, store, "append", progress)
     return AppendReport(
         store=store,
-        n_tokens=total,
-        added_tokens=total - before,
-        repeated=before - boundary if documents else 0,
-        documents=len(after.documents),
+        n_tokens=done.n_tokens,
+        added_tokens=done.n_tokens - before,
+        repeated=before - done.kept_tokens,
+        documents=len(listed),
         added=tuple(document.name for document in documents),
-        resumed_from=resumed_from if resumed_from > boundary else 0,
-        seconds=seconds,
-        tokens_per_second=ran / seconds,
-        bytes=sum(after.cost().values()),
-        shared=growth.shared,
-        copied=growth.copied,
-        peak_memory=peak.bytes,
-        indexes=tuple(indexes),
-        left=tuple(left),
+        resumed_from=done.resumed_from if done.resumed_from > done.kept_tokens else 0,
+        seconds=done.seconds,
+        tokens_per_second=done.tokens_per_second,
+        bytes=done.bytes,
+        shared=done.shared,
+        copied=done.copied,
+        peak_memory=done.peak_memory,
+        indexes=done.indexes,
+        left=done.left,
     )
 
 

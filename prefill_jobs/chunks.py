@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.finite import Extremes
 from offload_decode.prefill_jobs.gpu_blocks import GPUBlocks, Stored
 from offload_decode.prefill_jobs.methods.base import Method
+from offload_decode.store.format import Array, Manifest
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import AttentionState
 
@@ -54,8 +55,7 @@ def prefill_chunks(
     chunk, begun, device = method.options.chunk, writer.done, loaded.device
     reported = begun
     progress("prefill", reported, len(tokens))
-    writing = AsyncWriter(writer, device) if device.type == "cuda" else ChunkWriter(writer)
-    with Extremes(loaded) as extremes, writing as output:
+    with Extremes(loaded) as extremes, output_to(writer, device) as output:
         prefix = WrittenPrefix(writer, method, output, device, extremes)
         cache = _cache(loaded, writer, prefix, len(tokens))
         for start in range(writer.done, len(tokens), chunk):
@@ -95,6 +95,21 @@ def _cache(loaded: LoadedModel, writer: KVStoreWriter, prefix: WrittenPrefix, to
     return CorpusCache.over(prefix, shape, windows, states=states, positions=positions)
 
 
+class Written(Protocol):
+    """What the chunks of a prefill read of a `KVStoreWriter`, and write to it."""
+
+    manifest: Manifest
+    done: int
+
+    def keys(self, layer: int, kv_head: int) -> Any: ...
+    def values(self, layer: int, kv_head: int) -> Any: ...
+    def key_norms(self, layer: int, kv_head: int) -> Any: ...
+    def samples(self, start: int, stop: int) -> tuple[slice, Array, Array]: ...
+    def append(self, layer: int, keys: Array, values: Array) -> None: ...
+    def put_queries(self, layer: int, slots: slice, queries: Array) -> None: ...
+    def commit(self, tokens: int) -> None: ...
+
+
 class WrittenPrefix:
     """What is written so far, as `kv.generated.Prefix`; takes the query samples on their way through.
 
@@ -107,7 +122,7 @@ class WrittenPrefix:
 
     def __init__(
         self,
-        writer: KVStoreWriter,
+        writer: Written,
         method: Method,
         output: ChunkWriter,
         device: torch.device,
@@ -247,7 +262,7 @@ Write = Callable[..., None]
 class ChunkWriter(AbstractContextManager["ChunkWriter"]):
     """Writes what it is given before it returns."""
 
-    def __init__(self, writer: KVStoreWriter):
+    def __init__(self, writer: Written):
         self._writer = writer
 
     def submit(self, write: Write, *parts: Tensor) -> Future[None] | None:
@@ -277,7 +292,7 @@ class AsyncWriter(ChunkWriter):
     the next. Leaving the block waits for all writes or, after an exception, for the one in progress.
     """
 
-    def __init__(self, writer: KVStoreWriter, device: torch.device):
+    def __init__(self, writer: Written, device: torch.device):
         super().__init__(writer)
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -324,3 +339,8 @@ class AsyncWriter(ChunkWriter):
                 self._error = error
         if self._error is not None:
             raise self._error
+
+
+def output_to(writer: Written, device: torch.device) -> ChunkWriter:
+    """What writes to `writer` what is computed on a device."""
+    return AsyncWriter(writer, device) if device.type == "cuda" else ChunkWriter(writer)

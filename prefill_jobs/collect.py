@@ -11,8 +11,16 @@ from offload_decode.collections.collection import Changing, Header, store_name
 from offload_decode.collections.journal import Entry, Value, check_metadata
 from offload_decode.collections.words import WORDS, Words
 from offload_decode.common import files
-from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
+from offload_decode.common.errors import (
+    ConfigError,
+    CorpusError,
+    DoesNotFit,
+    StoreDamaged,
+    StoreError,
+    StoreMismatch,
+)
 from offload_decode.prefill_jobs.buckets.transfer import Watch
+from offload_decode.prefill_jobs.continuing import opened
 from offload_decode.prefill_jobs.corpus import Note, TextDocument, notes_on, nothing_in
 from offload_decode.prefill_jobs.destinations import Place
 from offload_decode.prefill_jobs.documents.files import read_plain
@@ -20,6 +28,7 @@ from offload_decode.prefill_jobs.documents.reading import read_document
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped, Walk, check_corpus, clean
 from offload_decode.prefill_jobs.job import Maker, make, prepare, settled
 from offload_decode.store.layout import ROOT
+from offload_decode.store.reader import KVStore
 
 Metadata = Mapping[str, Mapping[str, Value]]
 """Metadata of documents, by their names."""
@@ -146,7 +155,6 @@ class _Collecting:
             if entry is None:
                 entry = self._made(document, sha256, number, total)
                 self.report.made += 1
-                self.report.prefilled += entry.tokens
                 self.report.notes += notes_on([document])
             else:
                 self.report.kept += 1
@@ -176,12 +184,29 @@ class _Collecting:
             about = f"{document.name}, {done:,} of {tokens:,} tokens" if stage == "prefill" else document.name
             self.progress("collect", number, total, about)
 
+        earlier = self._earlier(document.name)
+        opening = earlier.manifest.opening if earlier else None
         try:
-            work = prepare(loaded, [document], self.maker.settings, place)
+            work = prepare(loaded, [document], self.maker.settings, place, (), opening)
         except ConfigError as error:  # of this document, such as one longer than the model's positions
             raise CorpusError(str(error)) from error
-        report = settled(work, place) or make(loaded, work, place, shown)
+        if (report := settled(work, place)) is None:
+            try:
+                report = make(loaded, work, place, shown, earlier)
+            except StoreDamaged:
+                if earlier is None:
+                    raise
+                report = make(loaded, work, place, shown)  # without what is damaged
+            self.report.prefilled += report.n_tokens - report.resumed_from
         return Entry(document.name, sha256, name, report.n_tokens, {})
+
+    def _earlier(self, name: str) -> KVStore | None:
+        """The store of what the document was before, if it can be continued."""
+        known = self.changing.journal.entries.get(name)
+        try:
+            return None if known is None else opened(self.changing.store(known.store))
+        except StoreError:
+            return None
 
     def _put(self, entry: Entry) -> None:
         """Note a document and its metadata where they are new or changed."""

@@ -91,9 +91,9 @@ def default_staging() -> Path:
 
 def same_store(found: Found, manifest: Manifest, documents: Sequence[Document], name: str) -> None:
     """`StoreMismatch` where the store at `name` is not the one that was asked for."""
-    # A release with the same format, the measured cost of an encoding and the length of the training make no
-    # other store; what opened the prompt is in the tokens.
-    other: dict[str, Any] = dict.fromkeys(("software", "kv_error", "opening", "trained"))
+    # A release with the same format, the measured cost of an encoding, the length of the training and marks,
+    # which earlier releases do not keep, make no other store; what opened the prompt is in the tokens.
+    other: dict[str, Any] = dict.fromkeys(("software", "kv_error", "opening", "trained", "marks"))
     ours, theirs = (vars(m) | other for m in (manifest, found.manifest))
     others = [field for field in ours if ours[field] != theirs[field]]
     if found.documents is not None and not others and list(documents) != found.documents:

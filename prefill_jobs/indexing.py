@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, IndexNotWritten, StoreBusy, StoreError, VectorIndexError
@@ -213,11 +214,12 @@ def _remove_old(folder: Path) -> None:
 
 
 def extend_indexes(
-    earlier: KVStore, grown: KVStore, path: Path, progress: Progress
+    earlier: KVStore, new: KVStore, path: Path, grown: bool, progress: Progress
 ) -> tuple[list[BuildReport], list[str]]:
-    """Extend every kind of index of the `earlier` store by the further keys of the `grown` one, which begins
-    with the same and will be at `path`. The results stay in their staging folders there until
-    `publish_indexes`. Returns a report of each kind, or a sentence with the reason why it was not extended.
+    """Extend every kind of index of the `earlier` store by the further keys of the `new` one, which will lie
+    at `path`, where that has `grown` from it; where other keys stand in it, build the kinds anew for the same
+    recall. The results stay in their staging folders there until `publish_indexes`. Returns a report of each
+    kind, or a sentence with the reason why there is none.
 
     An interrupted call is resumed by the same one. Raises `VectorIndexError` where an index cannot be
     written.
@@ -228,14 +230,14 @@ def extend_indexes(
         try:
             built = examine(earlier, kind)
             if built is not None and built.whole:
-                reports.append(_extend(earlier, grown, path, kind, progress))
+                reports.append(_extend(earlier, new, path, kind, grown, progress))
                 continue
             why = "nobody began it" if built is None else built.reason(earlier.path)
         except IndexNotWritten:
             raise
         except VectorIndexError as error:  # it cannot be searched either
             why = str(error).rstrip(".")
-        left.append(f"the '{kind}' index was not extended, because {why}")
+        left.append(f"the '{kind}' index was not {'extended' if grown else 'built anew'}, because {why}")
     return reports, left
 
 
@@ -255,7 +257,9 @@ def publish_indexes(store: KVStore) -> None:
             _remove_old(built)
 
 
-def _extend(earlier: KVStore, grown: KVStore, path: Path, kind: str, progress: Progress) -> BuildReport:
+def _extend(
+    earlier: KVStore, new: KVStore, path: Path, kind: str, grown: bool, progress: Progress
+) -> BuildReport:
     chosen = registry.get(kind)
     folder, staging = kind_folder(earlier.path, kind), staging_folder(path, kind)
     heads, began = heads_of(earlier), time.perf_counter()
@@ -264,14 +268,21 @@ def _extend(earlier: KVStore, grown: KVStore, path: Path, kind: str, progress: P
     progress("index", 0, len(heads))
     with alone(indexes_folder(path)):
         for done, (layer, head) in enumerate(heads, start=1):
-            index = _saved(chosen, grown, staging, layer, head)
+            index = _saved(chosen, new, staging, layer, head)
             if index is None:
                 keys, digest = earlier.keys(layer, head), earlier.digest(layer, head)
                 first = chosen.load(index_path(folder, layer, head), keys, digest=digest)
-                keys, digest = grown.keys(layer, head), grown.digest(layer, head)
-                index = first.extended(keys, grown.queries(layer, head), digest=digest)
-                index.summarize(grown.values(layer, head))
-                index.share(first, stays=path != earlier.path)
+                keys, digest = new.keys(layer, head), new.digest(layer, head)
+                if grown:
+                    index = first.extended(keys, new.queries(layer, head), digest=digest)
+                else:
+                    target: dict[str, Any] = {}
+                    if own := first.recall:
+                        target = {"target_recall": own.target, "k": own.k}
+                    index = chosen.build(keys, new.queries(layer, head), digest=digest, **target)
+                index.summarize(new.values(layer, head))
+                if grown:
+                    index.share(first, stays=path != earlier.path)
                 index.save(index_path(staging, layer, head))
                 made += 1
             records.append(index.recall)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.common.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
 from offload_decode.hf.compat import device_room
@@ -21,6 +23,18 @@ from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
 from offload_decode.prefill_jobs.chunks import prefill_chunks
+from offload_decode.prefill_jobs.continuing import (
+    Start,
+    Tokens,
+    check_length,
+    check_model,
+    growth_from,
+    growth_of,
+    method_of,
+    opened,
+    prompt_of,
+    start_of,
+)
 from offload_decode.prefill_jobs.corpus import (
     Note,
     TextDocument,
@@ -31,22 +45,14 @@ from offload_decode.prefill_jobs.corpus import (
     read_corpus,
 )
 from offload_decode.prefill_jobs.destinations import Found, Place, destination_of, same_store
-from offload_decode.prefill_jobs.earlier import (
-    Tokens,
-    check_model,
-    last_boundary,
-    longer,
-    opened,
-    prompt_of,
-)
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.indexing import BuildReport, extend_indexes, publish_indexes
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, parse
 from offload_decode.store.files import Progress
 from offload_decode.store.format import MOST_SAMPLES, Manifest, kv_encodings, stored_types, token_hash
-from offload_decode.store.growth import Growth
 from offload_decode.store.layout import read_header
+from offload_decode.store.marks import marks_for
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, partial_path
 from offload_decode.store.writer import KVStoreWriter
@@ -169,7 +175,7 @@ class PrefillReport:
 @dataclass(frozen=True)
 class Work:
     """A corpus in tokens, the manifest of its store, and how it is prefilled. `chosen`: the chunk was chosen
-    to fit. `base`: the store that it begins as, with its tokens and documents.
+    to fit. `base`: the store that it begins as, with its tokens and documents, up to its `start`.
     """
 
     tokens: Tokens
@@ -182,6 +188,7 @@ class Work:
     peak_memory: int = 0
     chosen: bool = False
     base: KVStore | None = None
+    start: Start | None = None
 
     def in_chunks_of(self, prefill: object) -> Work:
         """The same work in the chunks of an existing or begun store, whose manifest has this `prefill`:
@@ -193,7 +200,7 @@ class Work:
         method = type(self.method)(replace(self.method.options, chunk=chunk), self.method.shape)
         stated = self.manifest.prefill | {"chunk": chunk}
         manifest = replace(self.manifest, prefill=stated, seam=len(self.tokens) // chunk * chunk)
-        return replace(self, method=method, manifest=manifest)
+        return replace(self, method=method, manifest=replace(manifest, marks=marks_for(manifest)))
 
 
 def prefill(
@@ -257,18 +264,22 @@ def prepare(
     settings: Settings,
     place: Place,
     skipped: tuple[Skipped, ...] = (),
+    opening: str | None = None,
 ) -> Work:
     """Tokenize documents, in the prompt of a store that is at `place` or was begun there: its template may
-    have named another day. Raises `ConfigError` for settings that the model cannot be prefilled with, and
-    `CorpusError` where the tokenizer fails on all documents. Where the store begins as another, `StoreError`
-    too.
+    have named another day. `opening`: that of an earlier store, where nothing is there yet. Raises
+    `ConfigError` for settings that the model cannot be prefilled with, and `CorpusError` where the tokenizer
+    fails on all documents. Where the store begins as another, `StoreError` too.
     """
     base = settings.base and opened(settings.base)
-    prompt = prompt_of(base, loaded) if base else loaded.prompt
+    prompt = loaded.prompt
+    if base:
+        check_model(base, loaded)
+        prompt = prompt_of(base, prompt)
     if settings.system is not None:
         prompt = with_system(loaded.tokenizer, prompt, settings.system)
     if not base:
-        prompt = prompt.opened((place.header() or {}).get("opening"))
+        prompt = prompt.opened((place.header() or {"opening": opening}).get("opening"))
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
         if base:
@@ -294,10 +305,13 @@ def _on(
     skipped: tuple[Skipped, ...],
 ) -> Work:
     """The work of a store at `path` that begins as `base`."""
-    whole, listed, manifest, method = longer(base, loaded, tokens, documents)
+    whole = np.concatenate([base.tokens, np.asarray(tokens, np.int32)])
+    check_length(base, loaded, len(whole))
+    start = start_of(base, whole)
     where = os.path.relpath(os.path.realpath(base.path), os.path.realpath(path.parent))
-    named = {"store": where, "digest": base.store_digest, "tokens": last_boundary(base)}
-    return Work(whole, listed, replace(manifest, base=named), method, skipped, base=base)
+    named = {"store": where, "digest": base.store_digest, "tokens": start.kept}
+    manifest, listed = replace(start.manifest, base=named), [*base.documents, *documents]
+    return Work(whole, listed, manifest, method_of(base), skipped, base=base, start=start)
 
 
 def admit_text(characters: int) -> None:
@@ -312,15 +326,18 @@ def admit_text(characters: int) -> None:
         )
 
 
-def make(loaded: LoadedModel, work: Work, place: Place, progress: Progress) -> PrefillReport:
-    """Prefill, and bring the store to its place; both resume where an interrupted call stopped.
+def make(
+    loaded: LoadedModel, work: Work, place: Place, progress: Progress, earlier: KVStore | None = None
+) -> PrefillReport:
+    """Prefill, and bring the store to its place; both resume where an interrupted call stopped. Where it
+    begins as an `earlier` store that was made in the same way, that much of it stays.
 
     Raises `StoreError`, `BucketError`, and `DoesNotFit` where memory runs out.
     """
     with place.opened() as path:
         written = destination_of(path).found()
         with memory_errors():
-            report = _kept(written, work, path) if written else _write(loaded, work, path, progress)
+            report = _kept(written, work, path) if written else _write(loaded, work, path, progress, earlier)
         pushed = place.deliver(progress)
     return replace(report, store=place.name, pushed=pushed)
 
@@ -378,6 +395,7 @@ def _planned(
         template="plain" if prompt is None else prompt.template,
         opening=None if prompt is None else prompt.before,
     )
+    manifest = replace(manifest, marks=marks_for(manifest))
     return Work(tokens, documents, manifest, method, skipped, chosen=settings.chunk is None)
 
 
@@ -391,22 +409,25 @@ def chunk_for(loaded: LoadedModel, tokens: int, kv: str) -> int:
     return largest_chunk(about, device_room(loaded.device), tokens, kv)
 
 
-def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> PrefillReport:
-    work = work.in_chunks_of((read_header(partial_path(out) / STORE) or {}).get("prefill"))
+def _write(
+    loaded: LoadedModel, work: Work, out: Path, progress: Progress, earlier: KVStore | None = None
+) -> PrefillReport:
+    begun = read_header(partial_path(out) / STORE) or (earlier.manifest.to_json() if earlier else {})
+    work = work.in_chunks_of(begun.get("prefill"))
     total = len(work.tokens)
     began = time.perf_counter()
-    growth = Growth(work.base, progress, stays=True) if work.base else None
-    begun = last_boundary(work.base) if work.base else 0
-    indexes: list[BuildReport] = []
-    left: list[str] = []
-    with (
-        Peak() as peak,
-        KVStoreWriter.open(out, work.manifest, work.tokens, work.documents, growth) as writer,
-    ):
+    given = work.manifest, work.tokens, work.documents
+    growth, indexes, left = None, list[BuildReport](), list[str]()
+    if work.base and work.start:
+        growth = growth_from(loaded, work.base, work.start, "prefill", progress, stays=True)
+    elif earlier:
+        growth = growth_of(loaded, earlier, *given[:2], progress)
+    with Peak() as peak, KVStoreWriter.open(out, *given, growth) as writer:
         done = writer.done
         prefill_chunks(loaded, writer, work.tokens, work.method, progress)
         if work.base:
-            indexes, left = extend_indexes(work.base, KVStore.open(writer.seal()), writer.path, progress)
+            new = KVStore.open(writer.seal())
+            indexes, left = extend_indexes(work.base, new, writer.path, True, progress)
         writer.publish()
     if work.base:
         publish_indexes(KVStore.open(out))
@@ -418,7 +439,7 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
         documents=len(work.documents),
         skipped=work.skipped,
         notes=work.notes,
-        resumed_from=done if done > begun else 0,
+        resumed_from=done if done > (growth.cut if growth else 0) else 0,
         seconds=seconds,
         tokens_per_second=(total - done) / seconds,
         bytes=size,

@@ -187,7 +187,6 @@ def load(
     another `dtype`. `rope`: how RoPE is scaled for longer texts, such as `yarn:4` (`hf.rope_scaling`). Raises
     `ModelError`, `UnsupportedModel` or `ConfigError`.
     """
-    from transformers import AutoTokenizer, __version__
     from transformers.utils import logging
 
     began = time.perf_counter()
@@ -203,22 +202,9 @@ def load(
         quantization.check_weights_of(stated["quant_method"], weights)
         quantization.check_packages(stated["quant_method"])
     gguf = source.endswith(SUFFIX)
-    ends: tuple[int, ...] = ()
     with checkpoint.model_errors(f"cannot load the model '{model_id}'"):
         logging.disable_progress_bar()  # it would garble the caller's
-        if gguf:
-            kept = converted(Path(source))
-            tokenizer, known, ends = kept.tokenizer, kept.tokenizer_hash, kept.ends
-        else:
-            checkpoint.check_rules(source)
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            if tokenizer.chat_template is None:
-                tokenizer.chat_template = checkpoint.template_of(source)
-            known = cached_fingerprint(
-                checkpoint.small_files(source),
-                f"tokenizer {FINGERPRINT_VERSION} {type(tokenizer).__name__} {__version__}",
-                lambda: tokenizer_hash(tokenizer),
-            )
+        tokenizer, known, ends = _tokenizer(source)
         give_back()  # before weights come: parsing a large vocabulary leaves 200 MB
         found = checkpoint.weight_files(source)
         with lifted(lambda: sum(path.stat().st_size for path in found)):
@@ -253,6 +239,32 @@ def load(
         trained=trained_of(model.config, rope),
         loading=time.perf_counter() - began,
     )
+
+
+def load_tokenizer(model_id: str) -> tuple[Any, str]:
+    """The tokenizer that `load` would give, with its hash, and nothing of the model. Raises `ModelError`."""
+    checkpoint.stated_config(model_id)  # its files are bounded before they are parsed
+    with checkpoint.model_errors(f"cannot load the tokenizer of '{model_id}'"):
+        return _tokenizer(checkpoint.source_of(model_id))[:2]
+
+
+def _tokenizer(source: str) -> tuple[Any, str, tuple[int, ...]]:
+    """A tokenizer, its hash, and the tokens that end an answer by a GGUF file."""
+    from transformers import AutoTokenizer, __version__
+
+    if source.endswith(SUFFIX):
+        kept = converted(Path(source))
+        return kept.tokenizer, kept.tokenizer_hash, kept.ends
+    checkpoint.check_rules(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = checkpoint.template_of(source)
+    known = cached_fingerprint(
+        checkpoint.small_files(source),
+        f"tokenizer {FINGERPRINT_VERSION} {type(tokenizer).__name__} {__version__}",
+        lambda: tokenizer_hash(tokenizer),
+    )
+    return tokenizer, known, ()
 
 
 def wrap(

@@ -24,6 +24,7 @@ from offload_decode.models.size_estimate import Outline
 from offload_decode.selectors.budgets import PASS_TOKENS, SELECTED_IDS, Budget, pass_tokens
 from offload_decode.store.format import KV_KINDS, Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
+from offload_decode.store.marks import marks_for
 from offload_decode.types import PAGE_METADATA, LayerKind, LayerShape, ModelShape
 
 # Bytes of a weight in the blocks that a CPU quantizes to: Q8_0, also of the output layer, and Q4_1.
@@ -115,11 +116,11 @@ def store_bytes(shape: ModelShape, tokens: int, kv: str, dtype: str, chunk: int 
     """A store on disk, prefilled in such chunks: the arrays of its layout, and their metadata."""
     manifest = Manifest(
         model_id="", model_config_hash="", weights_hash="", tokenizer_hash="", token_hash="", rope={},
-        dtype=dtype, shape=shape, n_tokens=tokens, prefill={"method": "dense"},
+        dtype=dtype, shape=shape, n_tokens=tokens, prefill={"method": "dense", "chunk": chunk},
         query_samples=1024, kv=stored_types(kv, dtype, shape), seam=tokens // chunk * chunk,
     )  # fmt: skip
     total = 0
-    for spec in array_specs(manifest, 1, 64):
+    for spec in array_specs(replace(manifest, marks=marks_for(manifest)), 1, 64):
         files = prod(-(-size // step) for size, step in zip(spec.shape, spec.chunk, strict=True))
         total += spec.chunk_bytes * files + _ZARR_JSON + _SUM_LINE * (files + 1)
     return total

@@ -237,8 +237,8 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     from offload_decode.models.size_estimate import outline
     from offload_decode.planning.caps import Caps, check_prefill
     from offload_decode.prefill_jobs.append import append_texts
+    from offload_decode.prefill_jobs.continuing import method_of, opened
     from offload_decode.prefill_jobs.destinations import destination_of
-    from offload_decode.prefill_jobs.earlier import method_of, opened
     from offload_decode.prefill_jobs.indexing import build_indexes
     from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
 

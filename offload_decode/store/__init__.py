@@ -1,8 +1,8 @@
 """The KV store on disk: what a prefill writes once and every question reads (layout: `docs/formats.md`).
 
 `format` (the manifest), `layout` (what lies where), `writer`, `reader` (`KVStore`), `opening` (checks),
-`growth` (appends), `memory` (a store without files). It may import `attention` and what lies below it; no
-torch, no model.
+`growth` (appends and renewals), `memory` (a store without files). It may import `attention` and what lies
+below it; no torch, no model.
 """
 
 from offload_decode.store.base import Store

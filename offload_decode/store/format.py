@@ -229,6 +229,9 @@ class Manifest:
     and the largest error; and the sums that these are made of (`streams.EncodingLoss`) at the seam.
     `seam` is the last chunk boundary: the tokens of whole forward chunks, after which an append continues.
     Windows and states there are kept too. 0 where there are none; None in stores of format version 2.
+    `marks` is how many tokens apart they, and the errors of encoding, are kept in between (`store.marks`);
+    where it is stated, queries are kept to spare for a corpus that shrinks. None in stores of earlier
+    releases, and without full attention.
     `base` names the store that this one begins as: its path as a `store` seen from this one's folder, its
     `digest`, and the `tokens` taken over from it.
     """
@@ -251,6 +254,7 @@ class Manifest:
     page_size: int = 16
     query_samples: int = 1024
     seam: int | None = 0
+    marks: int | None = None
     base: dict[str, Any] | None = None
     software: str = field(default_factory=running_software)
     format_version: int = FORMAT_VERSION
@@ -286,6 +290,16 @@ class Manifest:
         return self.kv[kind] if self.kv[kind] in _ENCODED else None
 
     @property
+    def encoded(self) -> list[str]:
+        """Which of `keys` and `values` are encoded; the values of latents are their keys."""
+        return [kind for kind in ("keys", "values")[: 2 - self.shape.latent] if self.encoding(kind)]
+
+    @property
+    def n_marks(self) -> int:
+        """Marks of a layer: up to the seam."""
+        return (self.seam or 0) // self.marks if self.marks else 0
+
+    @property
     def n_samples(self) -> int:
         """Sampled queries per KV head: as asked for, or all there are."""
         return min(self.query_samples, self.n_tokens * self.shape.group)
@@ -319,7 +333,7 @@ class Manifest:
         check_version(data)
         if data["format_version"] == 2:
             data = {"seam": None, **data}
-        data = {"opening": None, "trained": None, "base": None, **data}
+        data = {"opening": None, "trained": None, "marks": None, "base": None, **data}
         try:
             shape = _checked(data, [own.name for own in fields(cls)])
         except ValueError as error:
@@ -361,6 +375,10 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
     if data["format_version"] != 2 or data["seam"] is not None:
         check("seam", data["seam"], range(data["n_tokens"] + 1))
     check("prefill.method", data["prefill"].get("method"), str)
+    if data["marks"] is not None:
+        chunk = data["prefill"].get("chunk")
+        check("prefill.chunk", chunk, range(1, MOST_TOKENS + 1))
+        check("marks", data["marks"], range(chunk, 2**63, chunk))
     if "weights" in data["prefill"]:
         check("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
     if not isinstance(data["prefill"].get("rope", ""), str):

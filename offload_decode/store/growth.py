@@ -1,27 +1,29 @@
-"""A store that begins as another one, up to that one's last chunk boundary: an append, or a `--on`.
+"""A store that begins as another one: an append to it, a corpus that has changed since, or a `--on`.
 
-The boundary (`Manifest.seam`) is the end of the last whole forward chunk, so that further tokens run in the
-chunks of one prefill of the longer corpus. What a resumed prefill restores is seeded here: rows, windows,
-states, sums of errors. Files that stay the same become hard links; where the file system copies on write
-(btrfs, XFS), blocks are shared; other bytes are copied. Where the earlier store stays, its files are linked
-whole, and those of the new store go on within one (`ArraySpec.base`).
+It does so up to a chunk boundary, so that what follows runs in the chunks of one prefill of the new corpus:
+the last one (`Manifest.seam`), a mark (`store.marks`), or any other where all is kept token by token. What a
+resumed prefill restores is seeded here: rows, windows, states, sums of errors. Files that stay the same
+become hard links; where the file system copies on write (btrfs, XFS), blocks are shared; other bytes are
+copied. Where the earlier store stays, its files are linked whole, and those of the new store go on within
+one (`ArraySpec.base`).
 """
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
+from offload_decode.common.errors import StoreDamaged
 from offload_decode.common.files import remove
-from offload_decode.store import layout
 from offload_decode.store.files import Progress, open_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layer_states import StateLog, WindowLog
-from offload_decode.store.layout import ArraySpec, array_name, at, sample_plan
+from offload_decode.store.layout import ArraySpec, Samples, array_name, at, samples_of
+from offload_decode.store.marks import Kept, row_bytes
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, Segment
 from offload_decode.store.streams import allocate, kind_of, row_crcs, rows_at, write_all, write_array
@@ -30,6 +32,8 @@ BLOCK = 64 * 1024
 """Clones begin and end on the blocks of a file system, which have 4 to 64 KiB."""
 _CLONE_RANGE = 0x4020940D  # FICLONERANGE of Linux
 _PIECE = 1 << 20
+_OWN = ("queries", "spare_queries", "marks")
+"""Arrays that no other store's files begin: which rows they have depends on all tokens, or they are small."""
 
 
 def link(source: Path, target: Path) -> bool:
@@ -72,36 +76,57 @@ def _copy(here: int, start: int, there: int, at: int, count: int) -> None:
     write_all(there, at, data)
 
 
+def missing_samples(earlier: Manifest, new: Manifest) -> Array:
+    """The positions of the queries that a store keeps and an earlier one, of the same tokens, does not: a
+    shorter corpus is sampled more densely.
+    """
+    return np.setdiff1d(_numbered(new), _numbered(earlier)) // new.shape.group
+
+
+def _numbered(manifest: Manifest) -> Array:
+    """The sampled queries, each as one number, in order."""
+    positions, heads, _ = samples_of(manifest)
+    return positions * manifest.shape.group + heads
+
+
 @dataclass
 class Growth:
-    """The store that another one begins as, and bytes of it that were shared and copied in this run. It
-    `stays`, or is replaced by the other.
+    """The store that another one begins as, up to the token `cut`; and bytes of it that were shared and
+    copied in this run. `command` goes on where it was interrupted. `queries` gives by layer the queries
+    `[Hkv, n, D]` at n places, of positions and heads, which the earlier store does not keep. With `stays` the
+    earlier store is there for good, and its files are shared.
     """
 
     earlier: KVStore
+    cut: int
     progress: Progress
+    command: str
+    queries: Callable[[Array, Array], Mapping[int, Array]]
     stays: bool = False
     shared: int = 0
     copied: int = 0
 
+    def replaces(self, path: Path) -> bool:
+        """Whether the store that is written at `path` takes the place of the earlier one."""
+        return os.path.realpath(self.earlier.path) == os.path.realpath(path)
+
     def begin(self, partial: Path) -> None:
         """Raise where the earlier store is another one now, and forget a staging folder that it came from."""
         self.earlier.check_same()
-        if not self.stays and is_left(partial, self.earlier.manifest):
+        if not self.stays and is_left(partial, self.earlier):
             (partial / PROGRESS).unlink(missing_ok=True)
             remove(partial / REPLACED)
 
-    def begun(
-        self, manifest: Manifest, specs: Sequence[ArraySpec], samples: tuple[Array, Array]
-    ) -> list[ArraySpec]:
-        """The arrays of the longer store, with the files that they begin with."""
-        rows = rows_at(manifest, samples[0], self.earlier.manifest.seam or 0)
+    def begun(self, manifest: Manifest, specs: Sequence[ArraySpec], samples: Samples) -> list[ArraySpec]:
+        """The arrays of the new store, with the files that they begin with."""
+        rows = rows_at(manifest, samples, self.cut)
         found = []
         for spec in specs:
             kind, before = kind_of(spec), self.earlier.specs.get(spec.name)
-            base = before.base if before else ()
-            if self.stays and before and kind not in (None, "queries"):
-                base = before.beginning(rows[kind])
+            base: tuple[tuple[int, int], ...] = ()
+            if before and kind and kind not in _OWN:
+                whole = not self.stays and before.base_bytes <= rows[kind] * spec.row_bytes
+                base = before.base if whole else before.beginning(rows[kind])
             found.append(replace(spec, chunk=(1, *spec.shape[1:]), base=base) if base else spec)
         return found
 
@@ -110,41 +135,45 @@ class Growth:
         partial: Path,
         manifest: Manifest,
         specs: Sequence[ArraySpec],
-        samples: tuple[Array, Array],
+        samples: Samples,
         empty: Committed,
     ) -> Committed:
-        """Check every byte of the earlier store and put what it holds up to its seam into the staging folder,
-        where only metadata lies: what is committed then. samples: positions and heads of the longer corpus.
+        """Check every byte of the earlier store and put what it holds up to the cut into the staging folder,
+        where only metadata lies: what is committed then.
         """
-        own, seam = self.earlier.manifest, self.earlier.manifest.seam
-        assert seam is not None, "a store that keeps no seam is refused"
+        empty = replace(empty, base=self.earlier.store_digest)
         self.earlier.verify(lambda done, total: self.progress("verify", done, total))
-        if not seam:
+        if not self.cut:
             return empty
         root, crcs = partial / STORE, {}
-        rows = rows_at(manifest, samples[0], seam)
+        rows = rows_at(manifest, samples, self.cut)
+        queries = self._queries(manifest, samples)
         for number, spec in enumerate(specs):
             self.progress("copy", number, len(specs))
             kind = kind_of(spec)
             if kind is None:
                 continue
-            if kind == "queries":
-                self._queries(root, spec, samples, rows[kind])
-            else:
+            if kind in ("queries", "spare_queries"):
+                spare = samples.spare[: np.searchsorted(samples.positions, self.cut)]
+                of_kind = spare if kind == "spare_queries" else ~spare
+                allocate(root, spec)
+                write_array(root, spec, queries(int(spec.name.split("/")[1]))[:, of_kind])
+            elif rows[kind]:
                 self._rows(root, spec, rows[kind])
             crcs[spec.name] = row_crcs(root, spec, rows[kind])
-        states = self._states(partial / WINDOWS, manifest, seam)
-        errors = {
-            array_name(entry["layer"], kind): entry["sums"]
-            for kind, entries in own.kv_error.items()
-            for entry in entries
+        kept = {
+            layer: self.earlier.kept_at(layer, self.cut)
+            for layer, own in enumerate(manifest.shape.layers)
+            if row_bytes(manifest, own)
         }
-        reached = seam == manifest.seam
+        states = self._states(partial / WINDOWS, manifest, kept)
+        errors = {array_name(n, kind): sums for n, own in kept.items() for kind, sums in own.errors.items()}
+        reached = self.cut == manifest.seam
         return replace(
             empty,
-            tokens=seam,
+            tokens=self.cut,
             crcs=crcs,
-            segments=self._windows(partial / WINDOWS, manifest, seam),
+            segments=self._windows(partial / WINDOWS, manifest, kept),
             states=states,
             seam_states=states if reached and manifest.keeps_seam else {},
             errors=errors,
@@ -175,39 +204,52 @@ class Growth:
                 self.shared, self.copied = self.shared + shared, self.copied + count - shared
                 place += count
 
-    def _queries(self, root: Path, spec: ArraySpec, samples: tuple[Array, Array], count: int) -> None:
-        """The first `count` samples of the longer corpus, all of which the shorter one has."""
-        own, group = self.earlier.manifest, self.earlier.manifest.shape.group
-        earlier = sample_plan(own.n_tokens, group, own.query_samples)
-        theirs, ours = (positions * group + heads for positions, heads in (earlier, samples))
-        wanted = ours[:count]
-        slots = np.searchsorted(theirs, wanted)
-        assert (theirs[slots] == wanted).all(), "samples of a longer corpus are samples of a shorter one"
-        layer = int(spec.name.split("/")[1])
-        allocate(root, spec)
-        heads = [self.earlier.queries(layer, head)[slots] for head in range(spec.shape[0])]
-        write_array(root, spec, np.stack(heads))
+    def _queries(self, manifest: Manifest, samples: Samples) -> Callable[[int], Array]:
+        """What gives the samples of a layer of the new store, up to the cut."""
+        count = int(np.searchsorted(samples.positions, self.cut))
+        ours, theirs = _numbered(manifest)[:count], _numbered(self.earlier.manifest)
+        slots = np.minimum(np.searchsorted(theirs, ours), len(theirs) - 1)
+        lacking = theirs[slots] != ours
+        further: Mapping[int, Array] = {}
+        if lacking.any():
+            further = self.queries(samples.positions[:count][lacking], samples.heads[:count][lacking])
 
-    def _windows(self, folder: Path, manifest: Manifest, seam: int) -> dict[str, list[Segment]]:
+        def of(layer: int) -> Array:
+            stored = (self.earlier.every_query(layer, head)[slots] for head in range(manifest.shape.kv_heads))
+            every = np.stack([*stored])
+            if lacking.any():
+                every[:, lacking] = further[layer]
+            return every
+
+        return of
+
+    def _windows(
+        self, folder: Path, manifest: Manifest, kept: Mapping[int, Kept]
+    ) -> dict[str, list[Segment]]:
         logs = {}
         for layer in manifest.shape.local_layers:
             log = WindowLog(folder, layer, manifest, set())
-            keys, values = self.earlier.window_at_seam(layer)
-            log.append(keys, values, start=seam - keys.shape[1])
+            keys, values = kept[layer].window
+            log.append(keys, values, start=self.cut - keys.shape[1])
             logs[str(layer)] = log.segments
         return logs
 
-    def _states(self, folder: Path, manifest: Manifest, seam: int) -> dict[str, Segment]:
+    def _states(self, folder: Path, manifest: Manifest, kept: Mapping[int, Kept]) -> dict[str, Segment]:
         segments = {}
         for layer in manifest.shape.state_layers:
             log = StateLog(folder, layer, manifest.shape.layers[layer].states, set())
-            segments[str(layer)] = log.put(seam, self.earlier.states_at_seam(layer))
+            segments[str(layer)] = log.put(self.cut, kept[layer].states)
         return segments
 
 
-def is_left(partial: Path, manifest: Manifest) -> bool:
-    """Whether an append that was killed after publishing the store of this `manifest` left this folder."""
-    staged = layout.read_header(partial / STORE) or {}
-    tokens = staged.get("n_tokens")
-    begun = (partial / PROGRESS).exists() and type(tokens) is int and tokens > manifest.n_tokens
+def is_left(partial: Path, earlier: KVStore) -> bool:
+    """Whether this folder is not of a store that is to take the place of the `earlier` one: that was put
+    there from it, or nothing was begun.
+    """
+    try:
+        begun = Committed.load(partial).base == earlier.store_digest
+    except FileNotFoundError:
+        begun = False
+    except StoreDamaged:  # whoever goes on with it is told
+        begun = True
     return (partial / REPLACED).exists() or not begun

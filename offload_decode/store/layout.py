@@ -20,6 +20,7 @@ from offload_decode.common.errors import StoreDamaged
 from offload_decode.common.rows import encodings
 from offload_decode.store.files import LARGEST_LIST, LARGEST_MANIFEST, LARGEST_METADATA, read_regular
 from offload_decode.store.format import ATTRIBUTE, Array, Manifest, check, numpy_dtype
+from offload_decode.store.marks import row_bytes
 from offload_decode.types import LayerKind, LayerShape
 
 CHUNK_TOKENS = 65_536
@@ -148,10 +149,11 @@ def array_name(layer: int, kind: str) -> str:
 
 def grown_rows(rows: int, earlier: ArraySpec, most: int) -> int | None:
     """Rows of a chunk of a head that begins as an `earlier` array: as many as there, so that its chunk files
-    can be shared, or twice as many for as long as there would be more than `most`. None where it has but one.
+    can be shared, or twice as many for as long as there would be more than `most`. None where one of them has
+    but one.
     """
     size = earlier.chunk[1]
-    if size >= earlier.shape[1]:
+    if size >= min(rows, earlier.shape[1]):
         return None
     while -(-rows // size) > most:
         size *= 2
@@ -178,6 +180,9 @@ def array_specs(
                 yield ArraySpec(f"{layer_name(layer)}/window_{kind}", shape, chunk, manifest.dtype)
         elif own.kind is LayerKind.FULL:
             yield from _whole(manifest, layer_name(layer), own, earlier or {})
+        if manifest.n_marks and (width := row_bytes(manifest, own)):
+            shape = (1, manifest.n_marks, width)
+            yield ArraySpec(f"{layer_name(layer)}/marks", shape, shape, "uint8")
         for state in own.states:
             length = math.prod(state.shape)
             for name in (state.name, state.name + SEAM) if manifest.keeps_seam else (state.name,):
@@ -206,6 +211,8 @@ def _whole(
     yield rows("page_min", pages, own.key_dim, MAX_PAGE_MAPS)
     yield rows("page_max", pages, own.key_dim, MAX_PAGE_MAPS)
     yield rows("queries", manifest.n_samples, own.key_dim, None)
+    if spare := _spare(manifest):
+        yield rows("spare_queries", spare, own.key_dim, None)
 
 
 ROOT = "zarr.json"
@@ -384,13 +391,45 @@ def sample_plan(n_tokens: int, group: int, n: int) -> tuple[Int64s, Int64s]:
     return pairs // group, pairs % group
 
 
+class Samples(NamedTuple):
+    """The queries that a store keeps: their positions and heads, as `sample_plan` has them, and which of them
+    are to `spare`.
+    """
+
+    positions: Int64s
+    heads: Int64s
+    spare: npt.NDArray[np.bool_]
+
+
+def samples_of(manifest: Manifest) -> Samples:
+    """Those of `sample_plan`; where `marks` are kept also the others of its last level, so that a corpus that
+    shrinks finds its own among them.
+    """
+    tokens, group, n = manifest.n_tokens, manifest.shape.group, manifest.n_samples
+    every, own = (sample_plan(tokens, group, count) for count in (n + _spare(manifest), n))
+    numbers, ours = (positions * group + heads for positions, heads in (every, own))
+    return Samples(*every, np.isin(numbers, ours, invert=True))
+
+
+def _spare(manifest: Manifest) -> int:
+    """How many queries to spare a store keeps."""
+    more = manifest.n_samples % manifest.n_tokens
+    level = manifest.n_tokens // (_step(manifest.n_tokens, more) // 2)
+    return level - more if manifest.marks and more else 0
+
+
+def _step(m: int, n: int) -> int:
+    """The smallest power of two of which at most `n`, fewer than `m`, multiples are up to `m`."""
+    return 1 << (m // (n + 1)).bit_length()
+
+
 def _spread(m: int, n: int) -> Int64s:
     """`n` of the numbers below `m`, in order: the first n of them in an order that does not depend on `m`:
     counted from 1, the multiples of a power of two, then between them those of its half, and so on.
     """
     if n in (0, m):
         return np.arange(n, dtype=np.int64)
-    step = 1 << (m // (n + 1)).bit_length()  # the smallest power of two with m // step <= n
+    step = _step(m, n)
     regular, half = np.arange(step - 1, m, step), step // 2
     between = half * (2 * _spread(m // half - len(regular), n - len(regular)) + 1) - 1
     return np.sort(np.concatenate([regular, between]))

@@ -18,9 +18,10 @@ from offload_decode.common.files import parse
 from offload_decode.store import files
 from offload_decode.store.files import check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, fingerprint_version, token_hash
-from offload_decode.store.layout import SEAM, ArraySpec, array_name, sample_plan
+from offload_decode.store.layout import SEAM, ArraySpec, array_name, sample_plan, samples_of
+from offload_decode.store.marks import Kept, unpack
 from offload_decode.store.opening import checked, existing, expected_sizes, identity, of_one, surfaced
-from offload_decode.store.streams import head_view, list_view
+from offload_decode.store.streams import EncodingLoss, head_view, list_view
 from offload_decode.types import Document, ModelShape
 
 # Checked before parsing: empty lists and objects take thirty times the memory of their text.
@@ -46,6 +47,7 @@ _KINDS = {
     "offsets": "documents",
     "names": "documents",
     "query_positions": "queries",
+    "spare_queries": "queries",
     "conv": "states",
     "recurrent": "states",
 }
@@ -127,6 +129,16 @@ class KVStore:
         """Sampled post-RoPE prefill queries `[n, D]` of the heads that share `kv_head`."""
         return self._rows(layer, "queries", kv_head)
 
+    def every_query(self, layer: int, kv_head: int) -> Array:
+        """As `queries`, with those to spare, as copies: in the order of `layout.samples_of`."""
+        spare = samples_of(self.manifest).spare
+        own = self.queries(layer, kv_head)
+        every = np.empty((len(spare), own.shape[1]), own.dtype)
+        every[~spare] = own
+        if spare.any():
+            every[spare] = self._rows(layer, "spare_queries", kv_head)
+        return every
+
     def window(self, layer: int) -> tuple[Array, Array]:
         """Keys and values `[Hkv, w, …]` of the last `w = min(N, window - 1)` tokens of a local layer."""
         if not (own := self.manifest.shape.layers[layer]).local:
@@ -137,14 +149,22 @@ class KVStore:
         """The recurrent states of a layer after the last token, in the order of its shape."""
         return self._states(layer, "")
 
-    def window_at_seam(self, layer: int) -> tuple[Array, Array]:
-        """As `window`, of the last tokens before the seam (`Manifest.seam`), as copies."""
-        own, seam = self.manifest.shape.layers[layer], self.manifest.seam or 0
-        return self._window(layer, slice(seam - self.manifest.n_tokens + self.manifest.kept_window(own)))
-
-    def states_at_seam(self, layer: int) -> tuple[Array, ...]:
-        """As `states`, at the seam."""
-        return self._states(layer, SEAM if self.manifest.keeps_seam else "")
+    def kept_at(self, layer: int, tokens: int) -> Kept:
+        """What a layer keeps after the first `tokens`: those up to the seam or to a mark (`Manifest`)."""
+        manifest, own = self.manifest, self.manifest.shape.layers[layer]
+        if tokens != manifest.seam:
+            row = tokens // (manifest.marks or tokens) - 1
+            return unpack(manifest, own, self._rows(layer, "marks", 0)[row], tokens)
+        errors = {
+            kind: EncodingLoss(*entry["sums"])
+            for kind, entries in manifest.kv_error.items()
+            for entry in entries
+            if entry["layer"] == layer
+        }
+        window: tuple[Array, ...] = ()
+        if own.local:
+            window = self._window(layer, slice(tokens - manifest.n_tokens + manifest.kept_window(own)))
+        return Kept(window, self._states(layer, SEAM if manifest.keeps_seam else ""), errors)
 
     def check_mapped(self, layer: int) -> None:
         """StoreDamaged where a mapped file of a layer has changed its size. To be called before its views are

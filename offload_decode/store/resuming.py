@@ -15,7 +15,7 @@ from offload_decode.store import layout, staging
 from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
-from offload_decode.store.layout import ArraySpec, array_specs, sample_plan
+from offload_decode.store.layout import ArraySpec, Samples, array_specs, samples_of
 from offload_decode.store.pages import fold_pages
 from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed
 from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, no_errors, write_array
@@ -24,16 +24,16 @@ from offload_decode.types import Document
 
 def prepare(
     partial: Path, manifest: Manifest, tokens: Array, documents: Sequence[Document], growth: Growth | None
-) -> tuple[Array, Array]:
+) -> Samples:
     """Make the store in the staging folder `partial`, which is held, or see that it is this one; its samples.
 
     StoreMismatch where something else was begun there; StoreDamaged where what was begun has changed.
     """
     offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
     names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
-    samples = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)
+    samples = samples_of(manifest)
     arrays = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
-    arrays["query_positions"] = samples[0]
+    arrays["query_positions"] = samples.positions[~samples.spare]
     if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
         _create(partial, manifest, arrays, samples, growth)
     _refuse_other_job(partial, manifest, arrays, growth)
@@ -44,7 +44,7 @@ def _create(
     partial: Path,
     manifest: Manifest,
     arrays: Mapping[str, Array],
-    samples: tuple[Array, Array],
+    samples: Samples,
     growth: Growth | None,
 ) -> None:
     root = partial / STORE

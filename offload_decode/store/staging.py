@@ -99,7 +99,8 @@ class Committed:
 
     `crcs` are CRC-32 of the rows of each head, by array; `segments` are by local layer, `states` by recurrent
     layer; `errors` are the running `streams.EncodingLoss` of each encoded array; `seam_states` and
-    `seam_errors` are those at the seam, once it is reached. The file ends with a CRC-32 of itself.
+    `seam_errors` are those at the seam, once it is reached. `base` is the digest of the store that this one
+    begins as, and empty where it begins anew. The file ends with a CRC-32 of itself.
     """
 
     tokens: int = 0
@@ -109,6 +110,7 @@ class Committed:
     seam_states: dict[str, Segment] = field(default_factory=dict)
     errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     seam_errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    base: str = ""
 
     def save(self, partial: Path) -> None:
         body = asdict(self)
@@ -129,6 +131,7 @@ class Committed:
             )
             for crcs in data["crcs"].values():
                 check("checksums", crcs, [range(2**32), range(MOST_TOKENS)])
+            check("base", data.get("base", ""), str)
             for sums in (*data["errors"].values(), *data["seam_errors"].values()):
                 check("errors", sums, [float, range(3, 4)])
             return cls(**data, segments=segments, states=states, seam_states=at_seam)

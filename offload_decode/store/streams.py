@@ -17,7 +17,7 @@ from offload_decode.common.errors import InvalidIndexInput, StoreError
 from offload_decode.common.rows import encodings
 from offload_decode.store.files import check_sizes, map_files
 from offload_decode.store.format import Array, Manifest
-from offload_decode.store.layout import ArraySpec, array_name, at
+from offload_decode.store.layout import ArraySpec, Samples, array_name, at
 
 
 class RowStream:
@@ -69,7 +69,7 @@ class RowStream:
         return self._views[head][: self.rows]
 
 
-KINDS = ("keys", "values", "key_norms", "page_min", "page_max", "queries")
+KINDS = ("keys", "values", "key_norms", "page_min", "page_max", "queries", "spare_queries", "marks")
 """The arrays of a layer that grow with the tokens."""
 
 
@@ -79,11 +79,14 @@ def kind_of(spec: ArraySpec) -> str | None:
     return kind if kind in KINDS else None
 
 
-def rows_at(manifest: Manifest, positions: Array, tokens: int) -> dict[str, int]:
-    """Rows of each of `KINDS` when `tokens` tokens are written; `positions` are those of the samples."""
+def rows_at(manifest: Manifest, samples: Samples, tokens: int) -> dict[str, int]:
+    """Rows of each of `KINDS` when `tokens` tokens are written."""
     size, last = manifest.page_size, tokens == manifest.n_tokens
     pages = -(-tokens // size) if last else tokens // size
-    rows = (tokens, tokens, tokens, pages, pages, int(np.searchsorted(positions, tokens)))
+    marks = tokens // manifest.marks if manifest.marks else 0
+    spare = samples.spare[: np.searchsorted(samples.positions, tokens)]
+    queries = int((~spare).sum()), int(spare.sum())
+    rows = (tokens, tokens, tokens, pages, pages, *queries, marks)
     return dict(zip(KINDS, rows, strict=True))
 
 
@@ -209,9 +212,8 @@ class Encoder:
 
 def no_errors(manifest: Manifest) -> dict[str, EncodingLoss]:
     """Those of a store before its first row."""
-    stored = ("keys",) if manifest.shape.latent else ("keys", "values")
-    kinds = [kind for kind in stored if manifest.encoding(kind)]
-    return {array_name(layer, kind): EncodingLoss() for kind in kinds for layer in manifest.shape.full_layers}
+    layers = manifest.shape.full_layers
+    return {array_name(layer, kind): EncodingLoss() for kind in manifest.encoded for layer in layers}
 
 
 def _sum(total: float, numbers: Array) -> float:

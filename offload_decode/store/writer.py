@@ -23,7 +23,8 @@ from offload_decode.store.files import SEAL, SUMS, Report, hash_files, render, s
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.growth import Growth
 from offload_decode.store.layer_states import StateLog, WindowLog
-from offload_decode.store.layout import SEAM, array_name, row_norms
+from offload_decode.store.layout import SEAM, Samples, array_name, row_norms
+from offload_decode.store.marks import Kept, pack
 from offload_decode.store.pages import fold_pages, rounded_outward
 from offload_decode.store.resuming import prepare, reopened_page, staged_specs
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, partial_path
@@ -107,11 +108,8 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
     from `done`, the tokens of its last commit, and ends with the same bytes.
     """
 
-    def __init__(
-        self, path: Path, manifest: Manifest, growth: Growth | None, samples: tuple[Array, Array]
-    ) -> None:
-        self.path, self.manifest = path, manifest
-        self._replaces = growth is not None and not growth.stays
+    def __init__(self, path: Path, manifest: Manifest, growth: Growth | None, samples: Samples) -> None:
+        self.path, self.manifest, self.growth = path, manifest, growth
         self._sealed, self._stack = False, ExitStack()
         self._partial = partial = partial_path(path)
         self._root, folder = partial / STORE, partial / WINDOWS
@@ -119,7 +117,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         self._next_states: dict[int, Sequence[Array]] = {}
         self._written = written = set[Path]()  # since the last commit
         done, shape = Committed.load(partial), manifest.shape
-        self.done = done.tokens
+        self.done, self._base = done.tokens, done.base
         self._specs = staged_specs(partial, manifest)
         self._streams = {
             name: RowStream(self._root, spec, written) for name, spec in self._specs.items() if kind_of(spec)
@@ -156,11 +154,11 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         """Begin the store at `path`, or continue one that was begun there.
 
         `tokens [N]` and `documents`, which follow each other without gaps, are those of the whole corpus.
-        With `growth` this store begins as an earlier one: the store that lies there, which is replaced when
-        this one is published, or another that stays. StoreExists, StoreBusy, or StoreMismatch where something
-        else was begun there; StoreDamaged where what was begun, or the earlier store, has changed on disk.
+        With `growth` it begins as another store; where that is the one that lies there, it is replaced when
+        this one is published. StoreExists, StoreBusy, or StoreMismatch where something else was begun there;
+        StoreDamaged where what was begun, or the earlier store, has changed on disk.
         """
-        replaces = growth is not None and not growth.stays
+        replaces = growth is not None and growth.replaces(Path(path))
         path = Path(os.path.realpath(path) if replaces else os.path.abspath(path))
         tokens = np.ascontiguousarray(tokens, dtype="<i4")
         assert tokens.shape == (manifest.n_tokens,), "the manifest counts the tokens"
@@ -170,7 +168,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         with ExitStack() as stack:
             if not replaces:
                 refuse_existing(path)
-            with staging.surfaced(partial, "", "append" if replaces else "prefill"):
+            with staging.surfaced(partial, "", growth.command if growth else "prefill"):
                 stack.enter_context(staging.locked(partial))
                 if not replaces:
                     refuse_existing(path)  # it may have been published while the lock was waited for
@@ -182,7 +180,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
 
     def samples(self, start: int, stop: int) -> tuple[slice, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The queries to keep of the tokens `start:stop`: slots, positions, and heads within the group."""
-        positions, heads = self._samples
+        positions, heads, _ = self._samples
         slots = slice(*np.searchsorted(positions, [start, stop]).tolist())
         return slots, positions[slots], heads[slots]
 
@@ -216,13 +214,13 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
 
     def put_queries(self, layer: int, slots: slice, queries: Array) -> None:
         """Keep the post-RoPE queries `[Hkv, slots, D]` that `samples` asked for."""
-        stream = self._stream(layer, "queries")
-        assert (slots.start, slots.stop) == (stream.rows, stream.rows + queries.shape[1]), (
-            "samples come in order"
-        )
-        with self._surfaced():
-            stream.write(queries)
-        stream.advance(queries)
+        spare = self._samples.spare[slots]
+        assert len(spare) == queries.shape[1], "these are the samples"
+        for kind, rows in (("queries", queries[:, ~spare]), ("spare_queries", queries[:, spare])):
+            if stream := self._streams.get(array_name(layer, kind)):
+                with self._surfaced():
+                    stream.write(rows)
+                stream.advance(rows)
 
     def keys(self, layer: int, kv_head: int) -> Array:
         """Keys of a full-attention layer so far, as `KVStore.keys`: a read-only view."""
@@ -252,13 +250,15 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
 
     def commit(self, tokens: int) -> None:
         """Make the first `tokens` tokens count: every layer has appended just these."""
-        expected = self._rows(tokens)
-        found = {name: stream.rows for name, stream in self._streams.items()}
-        assert found == expected, f"not {tokens} tokens: {dict(found.items() - expected.items())}"
         assert all(log.rows == tokens for log in self._windows.values()), (
             f"a local layer has not {tokens} tokens"
         )
         assert {*self._next_states} == {*self._states}, "every recurrent layer has put its states"
+        if self.manifest.marks and tokens % self.manifest.marks == 0:
+            self._mark()
+        expected = self._rows(tokens)
+        found = {name: stream.rows for name, stream in self._streams.items()}
+        assert found == expected, f"not {tokens} tokens: {dict(found.items() - expected.items())}"
         with self._surfaced():
             for layer, states in self._next_states.items():
                 self._states[layer].put(tokens, states)
@@ -278,6 +278,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 seam_states={str(layer): log.at_seam for layer, log in self._states.items() if log.at_seam},
                 errors=self._encoder.errors,
                 seam_errors=self._encoder.at_seam,
+                base=self._base,
             ).save(self._partial)
             self._written.clear()
             self.done = tokens
@@ -287,6 +288,23 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 if file not in current:
                     files.remove(file)
 
+    def _mark(self) -> None:
+        """Keep what each layer has now, for a store that will begin as this one."""
+        for layer, own in enumerate(self.manifest.shape.layers):
+            if (stream := self._streams.get(array_name(layer, "marks"))) is None:
+                continue
+            window: tuple[Array, ...] = ()
+            if own.window:
+                keys, values = self._windows[layer].window()
+                window = keys[:, -(own.window - 1) :], values[:, -(own.window - 1) :]
+            names = {kind: array_name(layer, kind) for kind in self.manifest.encoded}
+            errors = {kind: sums for kind, name in names.items() if (sums := self._encoder.errors.get(name))}
+            kept = Kept(window, tuple(self._next_states.get(layer, ())), errors)
+            row = pack(self.manifest, own, kept)[None, None]
+            with self._surfaced():
+                stream.write(row)
+            stream.advance(row)
+
     def publish(self, progress: Report | None = None) -> None:
         """Checksum everything, flush it to the disk, and give the store its name; then close.
 
@@ -295,7 +313,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         """
         sealed = self.seal(progress)
         with self._surfaced():
-            if self._replaces:
+            if self.growth and self.growth.replaces(self.path):
                 exchange(sealed, self.path, aside=self._partial / REPLACED)
             else:
                 refuse_existing(self.path)
@@ -342,13 +360,12 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
 
     def _rows(self, tokens: int) -> dict[str, int]:
         """Rows of each stream when `tokens` tokens are written."""
-        rows = rows_at(self.manifest, self._samples[0], tokens)
+        rows = rows_at(self.manifest, self._samples, tokens)
         return {name: rows[kind_of(stream.spec) or ""] for name, stream in self._streams.items()}
 
     def _stream(self, layer: int, kind: str) -> RowStream:
         return self._streams[array_name(layer, kind)]
 
     def _surfaced(self) -> AbstractContextManager[None]:
-        command = "append" if self._replaces else "prefill"
         kept = f"its first {self.done:,} tokens" if self.done else ""
-        return staging.surfaced(self._partial, kept, command)
+        return staging.surfaced(self._partial, kept, self.growth.command if self.growth else "prefill")

@@ -18,6 +18,7 @@ from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.destinations import Place, same_store
 from offload_decode.prefill_jobs.job import Maker, Settings, make, prefill_texts, prepare, settled
 from offload_decode.prefill_jobs.many import Job, prefill_many
+from offload_decode.prefill_jobs.renew import compared, renew_as
 from offload_decode.server.catalog import Entry
 from offload_decode.server.matching import Matcher
 from offload_decode.store.reader import KVStore
@@ -92,6 +93,17 @@ def test_an_append_on_another_day_equals_one_prefill_of_all(on, tmp_path):
     report = append_texts(on(AFTER), more, tmp_path / "whole")
     assert (report.known, report.added) == (("a.txt", "b.txt"), ("c.txt",))
     assert tree(tmp_path / "whole") == tree(tmp_path / "all")
+
+
+def test_a_renewal_on_another_day_keeps_the_opening_of_the_store(on, tmp_path):
+    edited = [TEXTS[0], TEXTS[1]._replace(text="Who read it?")]
+    prefill_texts(on(BEFORE), TEXTS, tmp_path / "store", SETTINGS)
+    prefill_texts(on(BEFORE), edited, tmp_path / "whole", SETTINGS)
+    loaded = on(AFTER)
+    plan = compared(KVStore.open(tmp_path / "store"), loaded.tokenizer, loaded.prompt, edited)
+    assert plan.kept_tokens >= 16
+    renew_as(plan, loaded, tmp_path / "store")
+    assert tree(tmp_path / "store") == tree(tmp_path / "whole")
 
 
 def test_collections_and_several_corpora_are_kept_on_another_day(on, tmp_path, monkeypatch):

@@ -10,11 +10,9 @@ import pytest
 from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
 from offload_decode.kv.indexes import index_path, kind_folder, staging_folder
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.prefill_jobs import append as append_module
-from offload_decode.prefill_jobs import indexing
+from offload_decode.prefill_jobs import continuing, indexing
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
-from offload_decode.prefill_jobs.earlier import method_of
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.selectors.topk import HeadIndexes
@@ -162,7 +160,7 @@ def test_a_store_of_an_earlier_release_is_refused(begun, monkeypatch):
     model, store = begun
     real = KVStore.open(store)
     object.__setattr__(real.manifest, "seam", None)
-    monkeypatch.setattr(append_module.KVStore, "open", lambda path: real)
+    monkeypatch.setattr(continuing.KVStore, "open", lambda path: real)
     with pytest.raises(StoreForeign, match=r"earlier release .* prefill all of it again"):
         append_texts(model, TEXTS[2:], store)
     assert real.query_heads.tolist() == [0, 1] * 32, "as its stores have them"
@@ -172,7 +170,7 @@ def test_unknown_method(begun):
     store = KVStore.open(begun[1])
     store.manifest.prefill["method"] = "psychic"
     with pytest.raises(ConfigError, match="'psychic'"):
-        method_of(store)
+        continuing.method_of(store)
 
 
 def test_failed_append_keeps_the_store_and_resumes(tmp_path, begun, monkeypatch):
@@ -258,7 +256,7 @@ def test_indexes_that_were_extended_but_not_published_are_found(begun, monkeypat
     model, store = begun
     build_indexes(store, "clusters", k=8)
     with monkeypatch.context() as patched:
-        patched.setattr(append_module, "publish_indexes", lambda store: None)
+        patched.setattr(continuing, "publish_indexes", lambda store: None)
         append_texts(model, TEXTS[2:], store)
     assert staging_folder(store, "clusters").exists()
     monkeypatch.setattr(indexing, "_extend", None)  # nothing is extended again

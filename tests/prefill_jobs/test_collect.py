@@ -107,6 +107,26 @@ def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(maker, t
     assert not set(before.values()) & set(after.values())
 
 
+def test_a_document_that_grew_begins_as_its_earlier_store(maker, texts, out, tmp_path):
+    """Its store is that of a prefill; where the earlier one is damaged all of it is run."""
+    (texts / "a.txt").write_text(text := "alpha " * 40)
+    collect(str(texts), out, maker)
+    (texts / "a.txt").write_text(longer := text + "omega")
+    report = collect(str(texts), out, maker)
+    assert 0 < report.prefilled < 0.8 * KVStore.open(held(out)["a.txt"]).manifest.n_tokens
+    flipped = held(out)["a.txt"] / "layers/000/window_keys/c.0.0.0"
+    for damaged, end in ((False, ""), (True, " and omega")):
+        if damaged:
+            flipped.write_bytes(bytes([flipped.read_bytes()[0] ^ 1]) + flipped.read_bytes()[1:])
+            (texts / "a.txt").write_text(longer + end)
+            report = collect(str(texts), out, maker)
+            assert not report.failed
+            assert report.prefilled == KVStore.open(held(out)["a.txt"]).manifest.n_tokens
+        whole = tmp_path / f"{damaged}.kv"
+        prefill(str(texts / "a.txt"), model=maker.model, out=whole, settings=SETTINGS)
+        assert tree(held(out)["a.txt"]) == tree(whole)
+
+
 def test_a_store_that_was_removed_is_made_again(maker, texts, out, collected):
     shutil.rmtree(held(out)["a.txt"])
     assert counts(collect(str(texts), out, maker)) == (1, 1, 0, 0)

@@ -21,9 +21,9 @@ from offload_decode.kv.indexes import heads_of, index_path, kind_folder, verify
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
-from offload_decode.prefill_jobs.earlier import last_boundary
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill_texts
+from offload_decode.prefill_jobs.renew import compared, renew_as
 from offload_decode.store import growth
 from offload_decode.store.reader import BASE, KVStore
 from offload_decode.store.tree import AS_IT_WAS, CHANGED, GONE, bases_of, begun_as
@@ -46,11 +46,10 @@ def numbers(path: Path) -> dict[str, bytes]:
     store = KVStore.open(path)
     shape, found = store.manifest.shape, {"tokens": store.tokens, "queries": store.query_positions}
     for layer, own in enumerate(shape.layers):
-        if own.local:
-            for at in (store.window, store.window_at_seam):
-                found[f"{at.__name__} {layer}"] = np.concatenate([part.ravel() for part in at(layer)])
-        for number, state in enumerate((*store.states(layer), *store.states_at_seam(layer))):
-            found[f"state {layer} {number}"] = state
+        window = store.window(layer) if own.local else ()
+        at_seam = store.kept_at(layer, store.manifest.seam or 0)
+        kept = (*window, *store.states(layer), *at_seam.window, *at_seam.states)
+        found |= {f"kept {layer} {number}": part for number, part in enumerate(kept)}
     for layer in shape.full_layers:
         for head in range(shape.kv_heads):
             parts = store.keys(layer, head), store.values(layer, head), store.queries(layer, head)
@@ -89,6 +88,30 @@ def test_three_deep_each_is_one_prefill(tmp_path: Path, family: str, how: Settin
     prefill_texts(model, [*texts, *more], tmp_path / "whole.kv", how)
     assert numbers(tmp_path / "3.kv") == numbers(tmp_path / "whole.kv")
     assert (BASE in KVStore.open(tmp_path / "3.kv").cost()) == (how.chunk == 16)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
+def test_one_is_renewed_from_its_own_part_from_within_the_base_and_from_the_beginning(
+    tmp_path: Path, family: str
+) -> None:
+    model, texts = loaded(family), list(TEXTS)
+    prefill_texts(model, texts[:3], tmp_path / "base.kv", settings())
+    base, store = tree(tmp_path / "base.kv"), tmp_path / "s.kv"
+    on(tmp_path / "base.kv", model, texts[3:], store)
+    given = KVStore.open(store).manifest.base
+    assert given is not None
+    for number, changed, whole in ((4, "{} More.", True), (2, "{} More.", False), (0, "X{}", False)):
+        texts[number] = texts[number]._replace(text=changed.format(texts[number].text))
+        plan = compared(KVStore.open(store), model.tokenizer, model.prompt, texts)
+        renew_as(plan, model, store)
+        prefill_texts(model, texts, tmp_path / f"{number}.kv", settings())
+        assert numbers(store) == numbers(tmp_path / f"{number}.kv")
+        renewed = KVStore.open(store)
+        renewed.verify()
+        left = (renewed.manifest.base or {"tokens": 0})["tokens"]
+        assert left == (given["tokens"] if whole else plan.kept_tokens)
+        assert plan.kept_tokens >= given["tokens"] or not whole
+    assert tree(tmp_path / "base.kv") == base
 
 
 def cells_of(path: Path) -> dict[str, bytes]:
@@ -242,7 +265,7 @@ def stopped(base: Path, model: LoadedModel, out: Path) -> None:
     """Begin a store on another one, and stop after a chunk."""
 
     def stop(stage: str, done: int, total: int) -> None:
-        if stage == "prefill" and done > last_boundary(KVStore.open(base)):
+        if stage == "prefill" and done > (KVStore.open(base).manifest.seam or 0):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -256,7 +279,7 @@ def test_a_stopped_one_goes_on_and_is_kept(tmp_path: Path) -> None:
     before = tree(base)
     stopped(base, model, out)
     report = on(base, model, TEXTS[2:3], out)
-    assert report.resumed_from > last_boundary(KVStore.open(base))
+    assert report.resumed_from > (KVStore.open(base).manifest.seam or 0)
     assert tree(out) == tree(tmp_path / "whole.kv")
     assert tree(base) == before
 

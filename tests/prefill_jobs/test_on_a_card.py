@@ -15,6 +15,7 @@ from offload_decode.kv.placement import RESERVE
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs import chunks, gpu_blocks
 from offload_decode.prefill_jobs.chunks import AsyncWriter
+from offload_decode.prefill_jobs.continuing import replaced
 from offload_decode.prefill_jobs.gpu_blocks import GPUBlocks
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.prefill_jobs.methods.base import Dense
@@ -105,6 +106,22 @@ def test_blocks_that_stay_and_blocks_that_are_copied_give_the_same_bytes(kv, tmp
     assert some_stay.memory.peak <= some - some // RESERVE
     for name in ("all", "none", "some"):
         assert tree(tmp_path / name) == whole, name
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_chunks_that_run_again_give_the_queries_of_the_host(kv, tmp_path):
+    """One query in 64 tokens becomes one in 32 where 60 tokens of 90 are left."""
+    settings, left = Settings(options={"chunk": CHUNK}, query_samples=1, kv=kv), [Document("all", 0, 60)]
+    with references():
+        model = wrap(tiny_model("llama"))
+        prefill_tokens(model, TOKENS, [Document("all", 0, N)], tmp_path / "s", settings)
+        prefill_tokens(model, TOKENS[:60], left, tmp_path / "whole", settings)
+    with references(), stand_in(MEMORY):
+        model = wrap(tiny_model("llama").to("cpu" if Card.present is None else "cuda"))
+        earlier = KVStore.open(tmp_path / "s")
+        done = replaced(model, earlier, TOKENS[:60], left, tmp_path / "s", "renew", lambda *_: None)
+    assert (done.kept_tokens, done.again) == (32, 16)
+    assert tree(tmp_path / "s") == tree(tmp_path / "whole")
 
 
 def test_fragmented_memory_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, monkeypatch):

@@ -153,8 +153,8 @@ def read_all(path: Path) -> None:
     _ = store.cost(), store.manifest.to_json()
     for layer, own in enumerate(store.manifest.shape.layers):
         if own.local:
-            store.window(layer), store.window_at_seam(layer)
-        store.states(layer)
+            store.window(layer)
+        store.states(layer), store.kept_at(layer, store.manifest.seam or 0)
         for head in range(own.kv_heads if own.kind is FULL else 0):
             rows = store.keys(layer, head), store.values(layer, head), store.queries(layer, head)
             for part in (*rows, store.key_norms(layer, head), *store.pages(layer, head)):

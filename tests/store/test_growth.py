@@ -19,7 +19,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, partial_path
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document, LayerKind, LayerShape, ModelShape, StateShape
-from tests.store.jobs import Job, flipped, make_job, tree
+from tests.store.jobs import Array, Job, flipped, make_job, tree
 
 CHUNK = 32
 STATES = (StateShape("conv0", (6, 3), "float16"), StateShape("recurrent0", (2, 4, 5), "float32"))
@@ -72,13 +72,26 @@ class Corpus:
         self.job(tokens).write(path, growth=growth)
         return growth
 
+    def queries(self, positions: Array, heads: Array) -> dict[int, Array]:
+        """Those of the prefill at some places, by layer."""
+        shape = self.shape
+        grouped = {
+            n: self.whole.queries[n].reshape(shape.kv_heads, shape.group, -1, shape.head_dim)
+            for n in shape.full_layers
+        }
+        return {layer: own[:, heads, positions] for layer, own in grouped.items()}
+
     def check_whole(self, folder: Path, tokens: int) -> None:
         """The store there that grew has the bytes of one that was written at once."""
         assert tree(folder / "s.kv") == tree(self.write(folder / "whole.kv", tokens).path)
 
 
-def growth_of(path: Path) -> Growth:
-    return Growth(KVStore.open(path), lambda stage, done, total: None)
+def growth_of(path: Path, cut: int | None = None) -> Growth:
+    """One up to the seam, or to a mark."""
+    earlier = KVStore.open(path)
+    at = earlier.manifest.seam if cut is None else cut
+    assert at is not None
+    return Growth(earlier, at, lambda stage, done, total: None, "append", lambda positions, heads: {})
 
 
 @pytest.fixture
@@ -137,6 +150,22 @@ def test_encoded_rows_with_their_errors_and_any_number_of_samples(
     corpus.check_whole(tmp_path, 800)
 
 
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("shape", [PLAIN, HYBRID], ids=["plain", "hybrid"])
+@pytest.mark.parametrize(("tokens", "cut"), [(330, 256), (345, 320), (300, 64), (500, 128)])
+def test_a_store_begins_as_another_up_to_a_mark(
+    tmp_path: Path, shape: ModelShape, kv: str, tokens: int, cut: int
+) -> None:
+    corpus = Corpus(shape, marks=2 * CHUNK, query_samples=20, kv=kv)
+    earlier = corpus.write(tmp_path / "s.kv", 330)
+    with corpus.job(tokens).open(tmp_path / "s.kv", growth_of(tmp_path / "s.kv", cut)) as writer:
+        assert writer.done == cut
+        corpus.feed(writer)
+        writer.publish()
+    corpus.check_whole(tmp_path, tokens)
+    assert earlier.manifest.n_marks == 5
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_whole_chunk_files_are_shared_and_never_written(tmp_path: Path) -> None:
     corpus = Corpus()
@@ -154,6 +183,24 @@ def test_whole_chunk_files_are_shared_and_never_written(tmp_path: Path) -> None:
     for head in (0, 1):
         for name in ("keys", "values", "key_norms", "queries"):
             np.testing.assert_array_equal(getattr(grown, name)(0, head), getattr(whole, name)(0, head))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(("tokens", "cut"), [(1300, 1280), (2000, 1024), (400, 384)])
+def test_a_store_that_shrinks_shares_chunk_files_too(tmp_path: Path, tokens: int, cut: int) -> None:
+    corpus = Corpus(marks=2 * CHUNK)
+    corpus.write(tmp_path / "s.kv", 2900)
+    growth = replace(growth_of(tmp_path / "s.kv", cut), queries=corpus.queries)
+    corpus.job(tokens).write(tmp_path / "s.kv", growth=growth)
+    assert growth.shared == 2 * 2 * (cut // 512) * 512 * 128, "keys and values, two heads"
+    shrunk, whole = KVStore.open(tmp_path / "s.kv"), corpus.write(tmp_path / "whole.kv", tokens)
+    shrunk.verify()
+    assert shrunk.manifest == whole.manifest
+    for head in (0, 1):
+        for name in ("keys", "values", "key_norms", "queries", "every_query"):
+            np.testing.assert_array_equal(getattr(shrunk, name)(0, head), getattr(whole, name)(0, head))
+        for ours, theirs in zip(shrunk.pages(0, head), whole.pages(0, head), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_chunks_double_when_they_would_be_too_many() -> None:

@@ -1,0 +1,299 @@
+"""A store in the place of an earlier one: what both begin with stays, and the rest is prefilled.
+
+The result equals one prefill of all tokens in the same chunks. So the earlier store is kept up to a chunk
+boundary before the first token that differs, at which all that the next chunk needs is kept (`store.marks`).
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from offload_decode.common.errors import ConfigError, StoreForeign, StoreMismatch
+from offload_decode.common.memory import Peak
+from offload_decode.hf.cache import CorpusCache
+from offload_decode.hf.mla import tell_of_indexer
+from offload_decode.models.loading import LoadedModel
+from offload_decode.models.prompt import Prompt
+from offload_decode.prefill_jobs.chunks import WrittenPrefix, output_to, prefill_chunks
+from offload_decode.prefill_jobs.finite import Extremes
+from offload_decode.prefill_jobs.indexing import BuildReport, extend_indexes, publish_indexes
+from offload_decode.prefill_jobs.methods.base import Method
+from offload_decode.prefill_jobs.methods.registry import create, get, names
+from offload_decode.store.files import Progress
+from offload_decode.store.format import Array, Manifest, running_software, token_hash
+from offload_decode.store.growth import Growth, is_left, missing_samples
+from offload_decode.store.marks import marks_for, row_bytes
+from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import REPLACED, locked, partial_path
+from offload_decode.store.writer import KVStoreWriter, remove_left, restore
+from offload_decode.types import Document
+
+Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+def opened(path: Path) -> KVStore:
+    """The store at `path`, if it can be continued. Raises `StoreError`."""
+    where = Path(os.path.realpath(path))
+    if (partial_path(where) / REPLACED).exists():
+        with locked(partial_path(where)):
+            restore(where, partial_path(where) / REPLACED)
+    store = KVStore.open(path)
+    if store.manifest.seam is None:
+        raise StoreForeign(
+            f"{store.path} was made by an earlier release ({store.manifest.software}), whose stores keep too "
+            "little for a prefill to continue: prefill all of it again."
+        )
+    return store
+
+
+def method_of(store: KVStore) -> Method:
+    """The method that a store was prefilled with, with its options. Raises `ConfigError` for one that is not
+    installed, and `ExtensionError`.
+    """
+    stated = store.manifest.prefill
+    name = str(stated["method"])
+    if name not in names():
+        raise ConfigError(
+            f"{store.path} was prefilled by a method '{name}', which is neither built in nor installed: "
+            "install the extension or the release that brings it"
+        )
+    known = {option.name for option in fields(get(name).options_type)}
+    options = {key: value for key, value in stated.items() if key in known}
+    return create(name, options, store.manifest.shape)
+
+
+def check_model(store: KVStore, loaded: LoadedModel) -> None:
+    """Raise `StoreMismatch` for another model than that of the store."""
+    store.check_model(
+        config_hash=loaded.config_hash,
+        weights_hash=loaded.weights_hash,
+        tokenizer_hash=loaded.tokenizer_hash,
+        dtype=loaded.dtype,
+        shape=loaded.shape,
+        model_id=loaded.model_id,
+    )
+    if loaded.weights != store.manifest.weights:
+        raise StoreMismatch(
+            f"{store.path} was prefilled with {store.manifest.weights} weights, and this model has "
+            f"{loaded.weights} ones: load it with the same."
+        )
+
+
+def check_length(store: KVStore, loaded: LoadedModel, tokens: int) -> None:
+    """Raise `ConfigError` where the positions of a store do not allow for so many `tokens` in all; what is
+    beyond the training is told.
+    """
+    loaded.lengths.of_store(store.manifest.rope, store.manifest.n_tokens).check(tokens + 1)
+    tell_of_indexer(loaded.model.config, tokens)
+    loaded.trained.tell(tokens)
+
+
+def prompt_of(store: KVStore, prompt: Prompt) -> Prompt:
+    """The prompt of the store's model with the opening of the store, which may name another day. Raises
+    `StoreMismatch`.
+    """
+    if prompt.template != store.manifest.template:
+        raise StoreMismatch(
+            f"{store.path} was prefilled in a {store.manifest.template} prompt, and this tokenizer makes a "
+            f"{prompt.template} one: use the tokenizer that it was made with, or prefill all of it again."
+        )
+    return prompt.opened(store.manifest.opening)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a prefill of other tokens begins: behind the first `kept`. `again`: tokens before, of chunks that
+    run once more because a shorter store keeps other queries of them.
+    """
+
+    manifest: Manifest
+    kept: int
+    again: int
+
+
+def start_of(earlier: KVStore, tokens: Tokens) -> Start:
+    """The start from which `tokens` take the fewest. Raises as `method_of`."""
+    own, chunk = earlier.manifest, method_of(earlier).options.chunk
+    new = replace(
+        own,
+        n_tokens=len(tokens),
+        token_hash=token_hash(tokens),
+        kv_error={},
+        seam=len(tokens) // chunk * chunk,
+        software=running_software(),
+    )
+    shorter = min(len(tokens), own.n_tokens)
+    same = np.append(earlier.tokens[:shorter] == tokens[:shorter], False).argmin()
+    # The last chunk runs in any case, so that it is known which page and chunk were left open.
+    cuts = np.arange(0, min(int(same), len(tokens) - 1) + 1, chunk)
+    if any(row_bytes(own, layer) for layer in own.shape.layers):
+        marked = cuts % own.marks == 0 if own.marks else cuts == 0
+        cuts = cuts[marked | (cuts == own.seam)]
+    lacking = np.unique(missing_samples(own, new) // chunk) * chunk
+    again = np.searchsorted(lacking, cuts)
+    if own.shape.local_layers or own.shape.state_layers:  # a chunk does not run alone
+        cuts, again = cuts[again == 0], again[again == 0]
+    best = int(np.argmin(again * chunk - cuts))
+    kept = int(cuts[best])
+    if not kept:
+        new = replace(new, marks=marks_for(new), base=None)
+    elif new.base:
+        new = replace(new, base={**new.base, "tokens": min(kept, new.base["tokens"])})
+    return Start(new, kept, int(again[best]) * chunk)
+
+
+def growth_from(
+    loaded: LoadedModel,
+    earlier: KVStore,
+    start: Start,
+    command: str,
+    progress: Progress,
+    stays: bool = False,
+) -> Growth:
+    """What a store that begins as the `earlier` one is written with, which `stays` or not."""
+    queries = partial(_run_again, loaded, earlier, progress)
+    return Growth(earlier, start.kept, progress, command, queries, stays)
+
+
+def growth_of(
+    loaded: LoadedModel, earlier: KVStore, manifest: Manifest, tokens: Tokens, progress: Progress
+) -> Growth | None:
+    """`growth_from` for a store of `tokens` with this `manifest` beside the `earlier` one; None where that
+    was made in another way, or has nothing that could stay.
+    """
+    start = start_of(earlier, tokens)
+    other = dict.fromkeys(("opening", "trained"))  # the one is in the tokens, the other makes no difference
+    same = vars(start.manifest) | other == vars(manifest) | other
+    return growth_from(loaded, earlier, start, "collect", progress) if same and start.kept else None
+
+
+class _Earlier:
+    """A store as if it were being written and had come to the token `done`; what is written next is dropped,
+    but for its queries at some places.
+    """
+
+    def __init__(self, store: KVStore, done: int, positions: Array, heads: Array, found: dict[int, Array]):
+        self.manifest, self.done = store.manifest, done
+        self.keys, self.values, self.key_norms = store.keys, store.values, store.key_norms
+        self._positions, self._heads, self._found = positions, heads, found
+
+    def samples(self, start: int, stop: int) -> tuple[slice, Array, Array]:
+        slots = slice(*np.searchsorted(self._positions, [start, stop]).tolist())
+        return slots, self._positions[slots], self._heads[slots]
+
+    def put_queries(self, layer: int, slots: slice, queries: Array) -> None:
+        count = len(self._positions)
+        every = self._found.setdefault(
+            layer, np.empty((len(queries), count, queries.shape[2]), queries.dtype)
+        )
+        every[:, slots] = queries
+
+    def append(self, layer: int, keys: Array, values: Array) -> None: ...
+
+    def commit(self, tokens: int) -> None: ...
+
+
+def _run_again(
+    loaded: LoadedModel, earlier: KVStore, progress: Progress, positions: Array, heads: Array
+) -> dict[int, Array]:
+    """The queries `[Hkv, n, D]` of each layer at n places of the earlier store: their chunks run again."""
+    method, found = method_of(earlier), dict[int, Array]()
+    chunk = method.options.chunk
+    starts = np.unique(positions // chunk).tolist()
+    where = loaded.lengths.of_store(earlier.manifest.rope, earlier.manifest.n_tokens)
+    for number, start in enumerate(starts):
+        progress("run again", number, len(starts))
+        done = start * chunk
+        written = _Earlier(earlier, done, positions, heads, found)
+        with Extremes(loaded) as extremes, output_to(written, loaded.device) as output:
+            prefix = WrittenPrefix(written, method, output, loaded.device, extremes)
+            cache = CorpusCache.over(prefix, loaded.shape, {}, positions=where)
+            prefix.begin_chunk(cache)
+            part = np.array(earlier.tokens[done : done + chunk], np.int64)
+            loaded.encode(torch.from_numpy(part)[None], cache)
+    return found
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What was done: of `n_tokens` the first `kept_tokens` stay as they were; `again` are those that ran once
+    more for their queries; `resumed_from`: tokens at which an interrupted run had stopped, or these. Sizes in
+    bytes, times in seconds. `shared` and `copied`: bytes of the earlier store that this run put into the new
+    one. `grown`: the earlier store is the beginning of the new one, so that its indexes are extended and not
+    built anew. `left`: for each kind of index of which neither was done, a sentence with the reason.
+    """
+
+    n_tokens: int
+    kept_tokens: int
+    again: int
+    resumed_from: int
+    seconds: float
+    tokens_per_second: float
+    bytes: int
+    shared: int
+    copied: int
+    peak_memory: int
+    grown: bool
+    indexes: tuple[BuildReport, ...]
+    left: tuple[str, ...]
+
+
+def replaced(
+    loaded: LoadedModel,
+    earlier: KVStore,
+    tokens: Tokens,
+    documents: Sequence[Document],
+    store: Path,
+    command: str,
+    progress: Progress,
+) -> Continued:
+    """Put a store of `tokens` in the place of the `earlier` one at `store`. `command` goes on where it was
+    interrupted; until the new store is whole the earlier one stays.
+
+    Raises `ConfigError`, `StoreError` and `VectorIndexError`.
+    """
+    began = time.perf_counter()
+    check_model(earlier, loaded)
+    method, start = method_of(earlier), start_of(earlier, tokens)
+    check_length(earlier, loaded, len(tokens))
+    growth = growth_from(loaded, earlier, start, command, progress)
+    with Peak() as peak:
+        with KVStoreWriter.open(store, start.manifest, tokens, documents, growth) as writer:
+            resumed_from = writer.done
+            prefill_chunks(loaded, writer, tokens, method, progress)
+            new = KVStore.open(writer.seal())
+            grown = np.array_equal(earlier.tokens, new.tokens[: len(earlier.tokens)])
+            indexes, left = extend_indexes(earlier, new, earlier.path, grown, progress)
+            progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
+            writer.publish()
+        after = KVStore.open(store)
+        publish_indexes(after)
+    seconds = time.perf_counter() - began
+    return Continued(
+        n_tokens=len(tokens),
+        kept_tokens=start.kept,
+        again=start.again,
+        resumed_from=resumed_from,
+        seconds=seconds,
+        tokens_per_second=(len(tokens) - resumed_from) / seconds,
+        bytes=sum(after.cost().values()),
+        shared=growth.shared,
+        copied=growth.copied,
+        peak_memory=peak.bytes,
+        grown=grown,
+        indexes=tuple(indexes),
+        left=tuple(left),
+    )
+
+
+def settle(store: Path, earlier: KVStore) -> None:
+    """Finish what a run that was killed after publishing left, where there is nothing else to do."""
+    partial_folder = partial_path(Path(os.path.realpath(store)))
+    remove_left(partial_folder, over=is_left(partial_folder, earlier))
+    publish_indexes(earlier)

@@ -1,0 +1,189 @@
+"""A store renewed from its corpus as it is now: what comes before the first changed token stays."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from offload_decode.common.errors import ConfigError, CorpusError
+from offload_decode.common.memory import give_back
+from offload_decode.models.loading import LoadedModel, load, load_tokenizer
+from offload_decode.models.prompt import Prompt, prompt_for
+from offload_decode.prefill_jobs.continuing import (
+    Continued,
+    Start,
+    Tokens,
+    opened,
+    prompt_of,
+    replaced,
+    settle,
+    start_of,
+)
+from offload_decode.prefill_jobs.corpus import Note, TextDocument, encode_corpus, notes_on, read_corpus
+from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
+from offload_decode.prefill_jobs.job import admit_text, memory_errors
+from offload_decode.store.files import Progress
+from offload_decode.store.reader import KVStore
+from offload_decode.types import Document
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """What a renewal is to do, found without the model: the `tokens` and `documents` of the corpus as it is
+    now, and the `start` of what is prefilled of them, None where nothing has changed. `added`, `changed` and
+    `gone` are names of documents; one that only moved is none of these.
+    """
+
+    earlier: KVStore
+    tokens: Tokens
+    documents: list[Document]
+    start: Start | None
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    gone: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    failed: tuple[Skipped, ...]
+    notes: tuple[Note, ...]
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens that stay as they are."""
+        return self.start.kept if self.start else len(self.tokens)
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens that run through the model: the others, and those of which only queries are taken."""
+        return len(self.tokens) - self.kept_tokens + (self.start.again if self.start else 0)
+
+
+@dataclass(frozen=True)
+class RenewReport:
+    """What a renewal did: `plan` is what there was to do, `done` None where that was nothing."""
+
+    store: Path
+    plan: Renewal
+    done: Continued | None
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers and names, for JSON; sizes in bytes, times in seconds."""
+        plan = self.plan
+        names = ("added", "changed", "gone", "skipped", "failed", "notes", "kept_tokens", "run_tokens")
+        told = {"store": self.store, "n_tokens": len(plan.tokens), "documents": len(plan.documents)}
+        told |= {name: getattr(plan, name) for name in names}
+        return told | {"kept": self.plan.start is None} | (asdict(self.done) if self.done else {})
+
+
+def renew(
+    store: Path,
+    corpus: str,
+    *,
+    model: str | None = None,
+    device: str = "auto",
+    weights: str = "auto",
+    rules: Rules = EVERYTHING,
+    drop: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> RenewReport:
+    """Make a store what a prefill of `corpus` (a file, a folder, or `-`) is now, with the model, the method
+    and the settings that it was made with: `plan_renewal`, then `renew_as`. The model is loaded where there
+    is something to run. `device` and `weights` as in `prefill_jobs.append.append`.
+
+    An interrupted call is resumed by the same one. Raises as these two do, and `ModelError`.
+    """
+    plan = plan_renewal(store, corpus, model=model, rules=rules, drop=drop, progress=progress)
+    loaded = load_for(plan, model, device, weights) if plan.start else None
+    return renew_as(plan, loaded, store, progress)
+
+
+def plan_renewal(
+    store: Path,
+    corpus: str,
+    *,
+    model: str | None = None,
+    rules: Rules = EVERYTHING,
+    drop: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> Renewal:
+    """Read a corpus and compare it with a store. Most of its documents are dropped only with `drop`: the
+    corpus may be the wrong one. Raises `CorpusError`, `StoreError`, `ConfigError`, `DoesNotFit`, and
+    `ModelError` where the tokenizer cannot be read.
+    """
+    earlier = opened(store)
+    texts, skipped = read_corpus(corpus, rules)
+    tokenizer, known = load_tokenizer(model or earlier.manifest.model_id)
+    earlier.check_model(tokenizer_hash=known)
+    progress("tokenize", 0, len(texts))
+    return compared(earlier, tokenizer, prompt_for(tokenizer, known), texts, tuple(skipped), drop)
+
+
+def compared(
+    earlier: KVStore,
+    tokenizer: Any,
+    prompt: Prompt,
+    texts: Sequence[TextDocument],
+    skipped: tuple[Skipped, ...] = (),
+    drop: bool = False,
+) -> Renewal:
+    """`plan_renewal` with documents that are read, and the tokenizer and prompt of the store's model."""
+    admit_text(sum(len(document.text) for document in texts))
+    tokens, documents, failed = encode_corpus(tokenizer, prompt_of(earlier, prompt), texts)
+    give_back()
+    before, now = (
+        {one.name: source[one.start : one.end] for one in listed}
+        for source, listed in ((earlier.tokens, earlier.documents), (tokens, documents))
+    )
+    gone = tuple(name for name in before if name not in now)
+    unread = {one.name: one.reason for one in (*skipped, *failed) if one in failed or one.unread}
+    for name in gone:
+        for part in (name, *map(str, PurePosixPath(name).parents)):
+            if part in unread:
+                raise CorpusError(
+                    f"{name} is in {earlier.path} and cannot be read now ({unread[part]}): mend it, or leave "
+                    "it out (--exclude)"
+                )
+    if len(before) > 1 and 2 * len(gone) > len(before) and not drop:
+        raise ConfigError(
+            f"{len(gone):,} of the {len(before):,} documents of {earlier.path} are not in the corpus, such "
+            f"as {gone[0]}, and would be dropped: give all of the corpus, or --drop"
+        )
+    added = tuple(name for name in now if name not in before)
+    changed = tuple(name for name in now if name in before and not np.array_equal(now[name], before[name]))
+    same = list(earlier.documents) == documents and np.array_equal(earlier.tokens, tokens)
+    return Renewal(
+        earlier=earlier,
+        tokens=tokens,
+        documents=documents,
+        start=None if same else start_of(earlier, tokens),
+        added=added,
+        changed=changed,
+        gone=gone,
+        skipped=skipped,
+        failed=tuple(failed),
+        notes=notes_on([text for text in texts if text.name in (*added, *changed)]),
+    )
+
+
+def load_for(plan: Renewal, model: str | None, device: str, weights: str) -> LoadedModel:
+    """The model of the store, or the `model` that is named in its place; raises as `models.loading.load`."""
+    own = plan.earlier.manifest
+    weights = own.weights if weights == "auto" else weights
+    return load(model or own.model_id, device, own.dtype, weights, own.scaled)
+
+
+def renew_as(
+    plan: Renewal,
+    loaded: LoadedModel | None,
+    store: Path,
+    progress: Progress = lambda stage, done, total: None,
+) -> RenewReport:
+    """Do what was planned, with a model that is needed where there is a `start`. Until it is done the store
+    is as it was. Raises `StoreError`, `ConfigError`, `DoesNotFit` and `VectorIndexError`.
+    """
+    if plan.start is None or loaded is None:
+        settle(store, plan.earlier)
+        return RenewReport(store, plan, None)
+    with memory_errors():
+        done = replaced(loaded, plan.earlier, plan.tokens, plan.documents, store, "renew", progress)
+    return RenewReport(store, plan, done)
