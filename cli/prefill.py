@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
-from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.limits import caps_of, cluster_of
 from offload_decode.cli.models import checked
@@ -138,9 +138,11 @@ def prefill(
         Path | None,
         option(
             "STORE",
-            "A store that the new ones begin as: its documents, model, method and settings, with only the "
-            "corpus prefilled behind it. Its bytes are shared.",
+            "A store that the new ones begin as: the corpus is prefilled behind its documents, in the same "
+            "way, and its bytes and indexes are shared.",
             parser=a_path,
+            callback=lambda store: store and opts.on_this_machine(store),
+            autocompletion=opts.stores,
         ),
     ] = None,
     staging: Annotated[
@@ -172,8 +174,8 @@ def prefill(
     settings. If one of several corpora fails, or a document of which the tokenizer makes nothing, the others
     continue and it is named at the end.
 
-    With --on the store that it names stays as it is, and may grow or be removed: what was shared stays with
-    the others. A copy on another file system holds all bytes itself.
+    What begins as another store (--on) is exact and whole: the other one may change or go, and a copy on
+    another file system has all bytes itself. MODEL has to be the one that made it.
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
@@ -184,7 +186,7 @@ def prefill(
     from offload_decode.prefill_jobs.job import prefill as run
     from offload_decode.prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
-    settings, chunk = replace(made.settings, base=on), made.settings.chunk
+    settings, chunk = replace(made.settings, base=on and on.absolute()), made.settings.chunk
     if on:
         from offload_decode.prefill_jobs.continuing import method_of, opened
 
@@ -268,8 +270,11 @@ def _made(report: PrefillReport) -> str:
         )
     lines.append(f"{report.store}: {contents}")
     if report.shared or report.copied:
-        shared, copied = output.size(report.shared), output.size(report.copied)
-        lines.append(f"{report.store}: {shared} shared with the store that it begins as, {copied} copied")
+        shared = output.size(report.shared) if report.shared else "nothing (few bytes, or no hard links)"
+        lines.append(
+            f"shared with the store that it begins as: {shared}; copied: {output.size(report.copied)}"
+        )
+    lines += [index.summary(kind, "extended") for kind in report.indexes]
     lines += report.left
     if report.pushed:
         lines.append(f"{report.store}: {summary(report.pushed, 'sent')}")

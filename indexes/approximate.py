@@ -163,6 +163,7 @@ class ApproximateIndex(VectorIndex):
         super().__init__(keys, digest)
         self.flat = FlatIndex(keys, digest)
         self._native: Any = None
+        self.bases: Sequence[str] = ()  # files that the native file shares bytes of, once it is written
 
     @classmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
@@ -245,8 +246,7 @@ class ApproximateIndex(VectorIndex):
         """Hits by descending score, which is exact; ids of -1 where it found fewer than k."""
 
     @abstractmethod
-    def _write_native(self, file: str) -> Sequence[str] | None:
-        """Write the native file; the files that it shares bytes of (`arrays.write`), if any."""
+    def _write_native(self, file: str) -> None: ...
 
     @abstractmethod
     def _read_native(self, file: str) -> Any:
@@ -257,7 +257,7 @@ class ApproximateIndex(VectorIndex):
     def save(self, path: StrPath) -> None:
         records = {name: (found := getattr(self, name)) and asdict(found) for name in self.recalls}
         metadata = files.identity(self.name, self.keys, self.digest) | records
-        files.save(path, metadata, self.suffix, self._write_native)
+        files.save(path, metadata, self.suffix, self._write_native, lambda: self.bases)
 
     @classmethod
     def load(cls, path: StrPath, keys: Keys, *, digest: str | None = None) -> Self:

@@ -59,10 +59,11 @@ def save(
     path: StrPath,
     metadata: dict[str, Any],
     suffix: str = "",
-    write: Callable[[str], Sequence[str] | None] | None = None,
+    write: Callable[[str], None] | None = None,
+    bases: Callable[[], Sequence[str]] = list,
 ) -> None:
-    """Writes the native file through `write(file name)`, when there is one, which returns the files that it
-    shares bytes of, if any; links to these; then the metadata.
+    """Writes the native file through `write(file name)`, when there is one, then links to the files that it
+    shares bytes of, the `bases()`, then the metadata.
 
     Raises IndexNotWritten where the file system or the library refuses; what was there before then stays.
     """
@@ -73,12 +74,10 @@ def save(
             if write is not None:
                 native = Path(f"{os.fspath(path)}{suffix}")
                 with files.replacing(native) as beside:
-                    bases = write(str(beside)) or ()
+                    write(str(beside))
                     body["native"] = {"suffix": suffix, **_described(beside)}
-                    if bases:
-                        body["native"]["bases"] = [
-                            _described(_linked(native, *each)) for each in enumerate(bases)
-                        ]
+                    if links := [_linked(native, *each) for each in enumerate(bases())]:
+                        body["native"]["bases"] = [*map(_described, links)]
             files.write(target, _rendered(body | {"sha256": _body_sha256(body)}).encode())
     except (OSError, RuntimeError) as error:  # RuntimeError is how the libraries report the file system
         reason = getattr(error, "strerror", None) or error

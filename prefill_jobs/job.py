@@ -123,23 +123,18 @@ class Maker:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        return load_model(self.model, self.settings, self.device, self.dtype, self.weights)
+        return load(self.model, self.device, *as_made(self.settings, self.dtype, self.weights))
 
 
-def load_model(model: str, settings: Settings, device: str, dtype: str, weights: str) -> LoadedModel:
-    """The model to prefill with, as `models.loading.load` does it; where a store begins as another, that is
-    opened first, and has to be this model's. Raises `StoreError`, `ModelError` and `ConfigError`.
+def as_made(settings: Settings, dtype: str, weights: str) -> tuple[str, str, str]:
+    """The dtype, weights and RoPE to load a model with: those of the base, where there is one and no others
+    are asked for. Raises `StoreError`.
     """
     if settings.base is None:
-        return load(model, device, dtype, weights, settings.rope)
-    base = opened(settings.base)
-    made = base.manifest
-    dtype, weights = (
-        own if asked == "auto" else asked for asked, own in ((dtype, made.dtype), (weights, made.weights))
-    )
-    loaded = load(model, device, dtype, weights, made.scaled)
-    check_model(base, loaded)
-    return loaded
+        return dtype, weights, settings.rope
+    made = opened(settings.base).manifest
+    dtype = made.dtype if dtype == "auto" else dtype
+    return dtype, made.weights if weights == "auto" else weights, made.scaled
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ def prefill(
     place = destination_of(out, staging)
     place.admit()
     texts, skipped = read_corpus(corpus, rules)
-    loaded = load_model(model, settings, device, dtype, weights)
+    loaded = load(model, device, *as_made(settings, dtype, weights))
     progress("tokenize", 0, len(texts))
     work = prepare(loaded, texts, settings, place, tuple(skipped))
     return settled(work, place) or make(loaded, work, place, progress)

@@ -24,7 +24,7 @@ from offload_decode.common.errors import (
     StoreError,
     StoreExists,
 )
-from offload_decode.models.loading import LoadedModel
+from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.corpus import TextDocument, read_corpus
 from offload_decode.prefill_jobs.destinations import Place, destination_of
@@ -34,7 +34,7 @@ from offload_decode.prefill_jobs.job import (
     PrefillReport,
     Settings,
     Work,
-    load_model,
+    as_made,
     make,
     prepare,
     settled,
@@ -122,7 +122,7 @@ def prefill_many(
     results, texts = read_all(jobs, staging, rules)
     if not texts:
         return results
-    loaded = load_model(model, settings, device, dtype, weights)
+    loaded = load(model, device, *as_made(settings, dtype, weights))
     todo: list[tuple[Job, Work, Place]] = []
     for number, read in enumerate(texts):
         progress("tokenize", number, len(texts), read.job.corpus)

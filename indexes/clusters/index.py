@@ -280,14 +280,14 @@ class ClusteredIndex(ApproximateIndex):
         best = sample.best(min(_WANTED, len(self)))
         return Wanted(sample.choose, np.maximum(best.ids - first, -1), best.scores)
 
-    def _write_native(self, file: str) -> list[str]:
+    def _write_native(self, file: str) -> None:
         parts = self.cells
         numbers = [_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK]
         summaries = self._native.summaries if self.summarized else ()
         if summaries:
             numbers += [len(summaries.sizes), summaries.cells.shape[1] - SCALE_BYTES]
         found = dict(zip(_ARRAYS, (*parts, *summaries), strict=False))
-        return arrays.write(file, numbers, found, *self._shared)
+        self.bases = arrays.write(file, numbers, found, *self._shared)
 
     def _read_native(self, file: str) -> Any:
         def layout(numbers: Sequence[int]) -> arrays.Layout:

@@ -19,7 +19,7 @@ from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged
 from offload_decode.common.rows import encodings
 from offload_decode.store.files import LARGEST_LIST, LARGEST_MANIFEST, LARGEST_METADATA, read_regular
-from offload_decode.store.format import ATTRIBUTE, Array, Manifest, check, numpy_dtype
+from offload_decode.store.format import ATTRIBUTE, MOST_TOKENS, Array, Manifest, check, numpy_dtype
 from offload_decode.store.marks import row_bytes
 from offload_decode.types import LayerKind, LayerShape
 
@@ -340,7 +340,8 @@ def _is_as_expected(metadata: dict[str, Any], spec: ArraySpec) -> bool:
 def _is_mappable(spec: ArraySpec) -> bool:
     """Whether the files of a head can be mapped one after another."""
     if spec.base:
-        fits = all(used <= size and used % ALIGNMENT == 0 for size, used in spec.base)
+        most = MOST_TOKENS * spec.row_bytes
+        fits = all(used <= size <= most and used % ALIGNMENT == 0 for size, used in spec.base)
         return fits and len(spec.shape) == 3 and spec.chunk_bytes > 0
     whole = spec.chunk == (1, *spec.shape[1:]) if len(spec.shape) == 3 else spec.chunk == spec.shape
     split = (

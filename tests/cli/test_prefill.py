@@ -67,6 +67,28 @@ def test_a_prefill_goes_straight_into_a_bucket(home, prefill, tmp_path):
     assert "of another prefill" in refused(1, *again, "-o", "chunk=8")
 
 
+def test_stores_on_a_store(home, store, prefill, tmp_path):
+    """Several corpora at once; asked, inspected, verified and kept as others are."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} is a text about {name}. " * 9)
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    on = ["prefill", *texts, *prefill[2:], "--on", store, "--out", tmp_path]
+    assert "2 made" in done(*on).err
+    assert "2 kept" in done(*on).err
+    told = json_of("inspect", tmp_path / "a.kv")
+    base = {"path": str(store.resolve()), "tokens": KVStore.open(store).manifest.seam, "now": "as it was"}
+    assert told["begins_as"] == [base]
+    assert [one["name"] for one in told["documents"]] == ["corpus.txt", "a.txt"]
+    assert f"begins as  {store.resolve()}, its first" in done("inspect", tmp_path / "a.kv").out
+    assert "is whole" in done("verify", tmp_path / "a.kv").out
+    assert json_of("ask", tmp_path / "a.kv", "What?", "--max-new-tokens", "2")["answer"]
+    told = refused(1, *prefill, "--on", tmp_path / "none.kv", "--out", tmp_path / "c.kv")
+    assert f"There is no store at {tmp_path}/none.kv" in told
+    told = refused(2, *prefill, "--on", store, "--out", tmp_path / "c.kv", "--kv", "int8", "-o", "chunk=8")
+    assert told.endswith("is made as that one was: leave out -o, --kv")
+    assert "pull it first" in refused(2, *prefill, "--on", "s3://b/a.kv", "--out", tmp_path / "c.kv")
+
+
 def test_the_staging_folder_is_in_the_users_cache(prefill, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     done(*prefill, "--out", f"file://{tmp_path}/a.kv")

@@ -4,6 +4,7 @@ earlier or the longer one all the while.
 
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +100,30 @@ def test_killed_while_it_is_published(appends: Appends, tmp_path: Path, from_the
     ran = appends.runner.run(command)
     assert ran.code == 0, ran
     assert tree(tmp_path) == appends.trees[1]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def test_a_store_on_it_wherever_it_is_killed(
+    appends: Appends, inputs: Path, tmp_path: Path, seed: int
+) -> None:
+    """It ends as one that was not killed, with its index, and the base stays as it is."""
+    rng, trees = random.Random(seed), []
+    for number, folder in enumerate((tmp_path / "whole", tmp_path / "killed")):
+        appends.start(folder)
+        more = ("--on", str(folder / "store.kv"))
+        command = killing.prefill(appends.home / "c", inputs / "model", folder / "on.kv", *more)
+        ran = appends.runner.run(command)
+        if number:
+            shutil.rmtree(folder)
+            appends.start(folder)
+            steps = ran.steps
+            while (ran := appends.runner.run(command, kill_at=rng.randrange(1, steps + steps // 6))).killed:
+                found = tree(folder)
+                assert {name: found[name] for name in appends.trees[0]} == appends.trees[0]
+        assert ran.code == 0, ran
+        trees.append(tree(folder))
+    assert trees[0] == trees[1]
+    assert {name.partition("/")[0] for name in trees[0]} > {"on.kv", "on.kv.indexes"}
 
 
 def test_a_kill_loses_at_most_one_chunk(appends: Appends, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from offload_decode.indexes import arrays
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.kv.indexes import heads_of, index_path, kind_folder, verify
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs import buckets
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
@@ -239,6 +240,26 @@ def test_it_outlives_its_base_and_a_copy_is_whole(tmp_path: Path) -> None:
     for name in ("x.kv", "copy.kv"):
         KVStore.open(tmp_path / name).verify()
         assert numbers(tmp_path / name) == before
+
+
+def test_pushed_and_pulled_it_is_whole_with_its_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "_LEAST", 4096)
+    pytest.importorskip("obstore")
+    model = loaded("llama")
+    first = [text._replace(name=f"{n}{text.name}") for n in range(5) for text in TEXTS[:3]]
+    prefill_texts(model, first, tmp_path / "base.kv", settings())
+    build_indexes(tmp_path / "base.kv", "clusters", k=8)
+    on(tmp_path / "base.kv", model, TEXTS[3:], tmp_path / "x.kv")
+    buckets.push(tmp_path / "x.kv", f"file://{tmp_path}/bucket/x.kv")
+    (tmp_path / "elsewhere").mkdir()
+    pulled = tmp_path / "elsewhere/x.kv"
+    buckets.pull(f"file://{tmp_path}/bucket/x.kv", pulled)
+    KVStore.open(pulled).verify()
+    assert tree(pulled) == tree(tmp_path / "x.kv")
+    assert cells_of(pulled) == cells_of(tmp_path / "x.kv")
+    assert [base.now for base in bases_of(KVStore.open(pulled))] == [GONE]
 
 
 # Refusals, and jobs that were stopped
