@@ -34,7 +34,7 @@ from offload_decode.models.prompt import (
 )
 from offload_decode.server.messages import Message, arguments_of, call_object, read_messages, without_system
 from offload_decode.server.prefix_cache import AnswerTokens
-from offload_decode.server.requests import ToolCall, WrongField
+from offload_decode.server.requests import TEMPLATE_OPTIONS, ToolCall, WrongField
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -105,20 +105,16 @@ def prompt_with(loaded: LoadedModel, stored: bool, options: Mapping[str, Any]) -
         return loaded.prompt
     tokenizer = loaded.known_tokenizer
     if own := {*signature(tokenizer.apply_chat_template).parameters} & {*options}:
-        raise WrongField(
-            f"{min(own)} is no variable of a chat template: leave it out", "chat_template_kwargs"
-        )
+        raise WrongField(f"{min(own)} is no variable of a chat template: leave it out", TEMPLATE_OPTIONS)
     try:
         prompt = prompt_for(tokenizer, loaded.tokenizer_hash, options)
     except ModelError as error:
         raise WrongField(
-            "the chat template of this model fails with these variables", "chat_template_kwargs"
+            "the chat template of this model fails with these variables", TEMPLATE_OPTIONS
         ) from error
     if stored and prompt.before != loaded.prompt.before:
         changed = "these variables change how the prompt begins, which is stored with the corpus"
-        raise WrongField(
-            f"{changed}: leave them out, or ask the model without a corpus", "chat_template_kwargs"
-        )
+        raise WrongField(f"{changed}: leave them out, or ask the model without a corpus", TEMPLATE_OPTIONS)
     return prompt
 
 

@@ -221,6 +221,10 @@ class TooLarge(OffloadDecodeError):
     """A body or a prompt beyond the server's limit."""
 
 
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""The field of a request for variables of the chat template."""
+
+
 class WrongField(ConfigError):
     """A field of a request that cannot be used; `param` is its name."""
 

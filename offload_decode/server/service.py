@@ -136,15 +136,17 @@ class Service:
         text: str | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         add_special: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Ids of a text, or of the prompt that messages become. Raises `NoSuchName`, `Loading`, `TooLarge`
-        or `WrongField`.
+        """Ids of a text, or of the prompt that messages and tools become. Raises `NoSuchName`, `Loading`,
+        `TooLarge` or `WrongField`.
         """
         entry = self.catalog.entry(model)
         loaded = self.loaded_models.model(entry)
-        self._check_letters(len(text or "") if messages is None else _letters(messages))
+        written = len(text or "") if messages is None else _letters(messages) + _letters(tools or ())
+        self._check_letters(written)
         if messages is not None:
-            return chat_tokens(loaded, entry.path is not None, messages)
+            return chat_tokens(loaded, entry.path is not None, messages, tools)
         return text_tokens(loaded, text or "", add_special)
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:

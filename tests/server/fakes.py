@@ -76,8 +76,8 @@ class FakeService:
     catalog has two names: `book`, a store, and `tiny`, its model, which is in memory.
 
     `fault` is raised when something is asked; `early` and `late` are what a request fails with before and
-    after its first token; `reasoning` goes before the text and `calls` are made after it; `pace_s` is the
-    time between tokens, `wait_s` that before the first event.
+    after its first token; `reasoning` goes before the text and `calls` are made after it; `stop` ends it;
+    `pace_s` is the time between tokens, `wait_s` that before the first event.
     """
 
     def __init__(self, settings: Settings | None = None):
@@ -94,6 +94,7 @@ class FakeService:
         self.fault: Exception | None = None
         self.calls: tuple[ToolCall, ...] = ()
         self.reasoning = ""
+        self.stop: str | None = None
         self.early: Exception | None = None
         self.late: Exception | None = None
         self.pace_s = self.wait_s = 0.0
@@ -109,10 +110,16 @@ class FakeService:
         return self._begin(asked, prompt[::-1], prompt, emit)
 
     def tokenize(
-        self, model: str, text: str | None, messages: list[dict[str, Any]] | None, add_special: bool
+        self,
+        model: str,
+        text: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        add_special: bool = True,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         self.catalog.entry(model)
         text = text if messages is None else "".join(str(one.get("content")) for one in messages)
+        text = (text or "") + "".join(one["function"]["name"] for one in tools or ())
         return [*([0] if add_special else []), *map(ord, text or "")]
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:
@@ -175,7 +182,7 @@ class FakeService:
             if self.calls:
                 yield Delta(index, "", (), self.calls)
             ended = "tool_calls" if self.calls else "stop"
-            yield Ended(index, ended if len(text) == whole else "length")
+            yield Ended(index, ended if len(text) == whole else "length", self.stop)
         usage = Usage(STORED + len(prompt), STORED, asked.n * len(text))
         yield Done(usage, StepStats(tokens=len(text), bytes_moved=1000), CITED if asked.cite else None)
 

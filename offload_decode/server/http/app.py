@@ -13,15 +13,18 @@ from importlib.metadata import version
 import uvicorn
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Security
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.server.http import chat, completions, errors, page, responses, stores
+from offload_decode.server.http import anthropic, chat, completions, errors, page, responses, stores
 from offload_decode.server.http.connection import Connection
 from offload_decode.server.http.errors import add_handlers
 from offload_decode.server.http.security import Access, Guard
 from offload_decode.server.service import Service
+
+_KEYS = (HTTPBearer(auto_error=False), APIKeyHeader(name="X-Api-Key", auto_error=False))
+"""How clients send a key, for the OpenAPI document: `security` looks at it."""
 
 
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
@@ -35,15 +38,15 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     app = FastAPI(
         title="offload-decode",
-        description="Stored corpora behind the OpenAI API.",
+        description="Stored corpora behind the APIs of OpenAI and Anthropic.",
         version=version("offload-decode"),
         lifespan=lifespan,
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
-        dependencies=[Security(HTTPBearer(auto_error=False))] if access.keys else [],
+        dependencies=[Security(kind) for kind in _KEYS] if access.keys else [],
     )
     app.state.service = service
-    for room in (chat, completions, responses, stores, errors, page):
+    for room in (chat, completions, responses, anthropic, stores, errors, page):
         app.include_router(room.router())
     add_handlers(app)
     limits = service.settings

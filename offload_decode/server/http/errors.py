@@ -64,14 +64,43 @@ class ErrorBody(BaseModel):
     error: Problem
 
 
+MESSAGES = "/v1/messages"
+"""Whose clients read errors in Anthropic's shape."""
+
+
+class AnthropicProblem(BaseModel):
+    """An error: a sentence, and a name for programs."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """The body of a response of `/v1/messages` that is an error."""
+
+    type: Literal["error"]
+    error: AnthropicProblem
+    request_id: str | None
+
+
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be answered as it is."},
     "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
 }
 """For the OpenAPI document."""
+ANTHROPIC_RESPONSES = {status: {**told, "model": AnthropicError} for status, told in RESPONSES.items()}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **RESPONSES}
 """Of routes whose answers may be streamed."""
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _KINDS: Mapping[type, tuple[int, str | None]] = {
     **dict.fromkeys((ConfigError, UnknownIndex, NotCompiled, CorpusError), (400, None)),
     ContextEnds: (400, "context_length_exceeded"),
@@ -93,7 +122,7 @@ _KINDS: Mapping[type, tuple[int, str | None]] = {
 
 
 class Refusal(JSONResponse):
-    """The response to an error."""
+    """The response to an error, in the shape that the clients of its address read."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, **headers: str
@@ -101,6 +130,20 @@ class Refusal(JSONResponse):
         type = _TYPES.get(status, "invalid_request_error")
         self.error = ErrorBody(error=Problem(message=message, type=type, param=param, code=code))
         super().__init__(self.error.model_dump(), status, headers)
+
+    @property
+    def anthropic(self) -> AnthropicError:
+        """The error in Anthropic's shape."""
+        other = "invalid_request_error" if self.status_code < 500 else "api_error"
+        type, sentence = _ANTHROPIC_TYPES.get(self.status_code, other), self.error.error.message
+        problem, id = AnthropicProblem(type=type, message=sentence), log_fields().get("request_id")
+        return AnthropicError(type="error", error=problem, request_id=None if id is None else str(id))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(MESSAGES):
+            self.body = self.render(self.anthropic.model_dump())
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal:
@@ -211,8 +254,8 @@ def router() -> APIRouter:
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _SENTENCES = {
     400: "the body cannot be read",
-    404: "there is nothing at this address: /v1/chat/completions, /v1/completions and /v1/responses answer, "
-    "/v1/models tells of whom, and /openapi.json lists all",
+    404: "there is nothing at this address: /v1/chat/completions, /v1/completions, /v1/responses and "
+    "/v1/messages answer, /v1/models tells of whom, and /openapi.json lists all",
     405: "this address does not take that method",
 }
 

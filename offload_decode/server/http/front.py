@@ -29,6 +29,7 @@ TRIES = 3
 STORES = "/v1/stores"
 _KEPT = (STORES, "/v1/jobs")
 """Jobs are known to the replica that runs them: all that is asked of them goes to one, as to `STORES`."""
+_PINGS = (b":", b"event: ping")  # which keep a connection open, and are no answer
 _LONGEST = 512  # letters of a name that is looked for
 _WIRE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 
@@ -67,7 +68,7 @@ class Front:
             await self._answer(name, wire, body, receive, send)
 
     async def _answer(self, name: str, wire: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """It may begin anew until the answer itself has begun: comments that keep a connection open are no
+        """It may begin anew until the answer itself has begun: what keeps a connection open is no
         answer. Until a body comes, the status is held back.
         """
         once = wire["path"].startswith(_KEPT) and wire["method"] != "GET"  # it may have been done
@@ -85,7 +86,7 @@ class Front:
                                 sent = True
                                 await send(start)
                             last = not message.get("more_body", False)
-                            answered = answered or last or not message.get("body", b"").startswith(b":")
+                            answered = answered or last or not message.get("body", b"").startswith(_PINGS)
                             await send(message)
                 return
             except Exception as error:  # of a replica, in another process

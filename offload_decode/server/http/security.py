@@ -84,7 +84,7 @@ class Guard:
         if self.access.hosts and _name(host) not in self.access.hosts:
             return Refusal(403, f"this server does not answer to the name {_name(host)[:80]!r}", "wrong_host")
         if not (path in OPEN or path.startswith(OPEN_FOLDER) or self._opened(headers)):
-            message = "give the server's key, as Authorization: Bearer KEY"
+            message = "give the server's key, as Authorization: Bearer KEY or X-Api-Key: KEY"
             return Refusal(401, message, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
         if scope["method"] not in ("GET", "HEAD", "OPTIONS") and self._foreign(headers.get("origin"), host):
             return Refusal(
@@ -97,9 +97,10 @@ class Guard:
 
     def _opened(self, headers: Headers) -> bool:
         kind, _, credentials = headers.get("authorization", "").partition(" ")
-        key_sent = credentials.strip().encode("latin-1")
-        fits = [hmac.compare_digest(key_sent, key.encode()) for key in self.access.keys]
-        return not fits or (kind.lower() == "bearer" and any(fits))
+        bearer = credentials.strip() if kind.lower() == "bearer" else ""
+        sent = [key.encode("latin-1") for key in (bearer, headers.get("x-api-key", ""))]
+        fits = [hmac.compare_digest(one, key.encode()) for key in self.access.keys for one in sent]
+        return not fits or any(fits)
 
     def _foreign(self, origin: str | None, host: str) -> bool:
         if origin is None or {"*", origin} & {*self.access.origins}:

@@ -8,6 +8,7 @@ already serves. Prefills and appends take long: they are jobs, whose id is answe
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -87,14 +88,25 @@ class Listed(BaseModel, Generic[T]):
 class ServedModel(Model):
     """A store, or a model without a corpus. `root` is the model that answers; `parent` the name of that model
     where this one is a store. `tokens` and `documents` are the store's, and `note` a sentence to know
-    before it is asked.
+    before it is asked. `type`, `display_name` and `created_at` are for Anthropic's clients.
     """
 
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: datetime
     root: str
     parent: str | None = None
     tokens: int
     documents: int
     note: str | None
+
+
+class Models(Listed[ServedModel]):
+    """All of them, on one page, as Anthropic's clients ask."""
+
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False
 
 
 class JobError(BaseModel):
@@ -153,9 +165,11 @@ def router() -> APIRouter:
     deleting = CapacityLimiter(_MOST_DELETED)
 
     @routes.get("/v1/models", tags=["models"], responses=RESPONSES)
-    def models(service: AppService) -> Listed[ServedModel]:
+    def models(service: AppService) -> Models:
         """All stores, each by its name, and the models themselves. Nothing is loaded to tell them."""
-        return Listed(data=[_model(entry) for entry in service.catalog.entries()])
+        found = [_model(entry) for entry in service.catalog.entries()]
+        first, last = (found[0].id, found[-1].id) if found else (None, None)
+        return Models(data=found, first_id=first, last_id=last)
 
     @routes.get("/v1/models/{name:path}", tags=["models"], responses=RESPONSES)
     def model(service: AppService, name: str) -> ServedModel:
@@ -285,7 +299,9 @@ def _upload(name: str, text: str) -> Upload:
 
 def _model(entry: Entry) -> ServedModel:
     parent = None if entry.path is None else entry.base
-    return ServedModel(object="model", owned_by="offload-decode", parent=parent, **_fields(entry))
+    created = datetime.fromtimestamp(entry.created, UTC)
+    more = {"parent": parent, "display_name": entry.name, "created_at": created, **_fields(entry)}
+    return ServedModel(object="model", owned_by="offload-decode", **more)
 
 
 def _fields(entry: Entry, *more: str) -> dict[str, Any]:

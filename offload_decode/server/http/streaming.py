@@ -34,10 +34,11 @@ Start = Callable[[Emit], Ticket]
 
 class Reply(Protocol):
     """An answer in the shape of one route, made of events of requests by their numbers: `chunks` of a stream,
-    which `begin` opens and `end` closes, or what was collected as a `whole`.
+    which `begin` opens and `end` closes (`ping` keeps a silent one open), or what was collected as a `whole`.
     """
 
     end: bytes = b""
+    ping: bytes = KEEPALIVE_COMMENT
 
     def begin(self) -> Iterable[BaseModel]:
         return ()
@@ -182,7 +183,7 @@ class Stream(EventSourceResponse):
                 yield _sse(chunk)
             async for event in self.events.each(QUIET_S):
                 if event is None:
-                    yield KEEPALIVE_COMMENT
+                    yield reply.ping
                     continue
                 async for chunk in reply.chunks(*event):
                     yield _sse(chunk)

@@ -45,7 +45,7 @@ class NamedTool(Body):
         """The name. Raises `WrongField` where there is none."""
         name = self.function.name if self.function else self.name
         if name is None:
-            raise WrongField("tool_choice has the type 'function' and names none", "tool_choice")
+            raise WrongField("tool_choice names no tool: give its name", "tool_choice")
         return name
 
 

@@ -24,6 +24,8 @@ def test_the_document_names_every_route_that_clients_use():
         "GET /v1/models/{name}",
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
         "POST /tokenize",
         "POST /detokenize",
         "GET /tokenizer_info",

@@ -1,9 +1,10 @@
-"""Tools and grammars through the whole server, as the `openai` package asks for them."""
+"""Tools and grammars through the whole server, as the packages of OpenAI and Anthropic ask for them."""
 
 import json
 from contextlib import closing
 
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from offload_decode.config import EngineConfig
@@ -77,3 +78,29 @@ def test_a_call_comes_whole_and_in_a_stream_and_its_answer_goes_on(client):
     )
     assert again.usage.prompt_tokens_details.cached_tokens > answer.usage.prompt_tokens_details.cached_tokens
     assert again.choices[0].finish_reason in ("stop", "length")
+
+
+def test_anthropics_client_gets_the_same_call(client):
+    ours = Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none", max_retries=0)
+    (function,) = (one["function"] for one in TOOLS if "parameters" in one["function"])
+    tools = [{"name": function["name"], "input_schema": function["parameters"]}]
+    plain = [{"type": "function", "function": {**function, "description": None}}]
+    how = {"model": "book", "max_tokens": 400, "messages": ASKED, "tools": tools}
+    chosen = {"type": "tool", "name": "look_up"}
+    whole = ours.messages.create(**how, tool_choice=chosen)
+    with ours.messages.stream(**how, tool_choice=chosen) as stream:
+        streamed = stream.get_final_message()
+    asked = client.chat.completions.create(messages=ASKED, **{**HOW, "tools": plain})
+    (call,) = asked.choices[0].message.tool_calls
+    for answer in (whole, streamed):
+        (used,) = answer.content
+        assert (used.name, used.input) == ("look_up", json.loads(call.function.arguments))
+        assert answer.stop_reason == "tool_use"
+    counted = ours.messages.count_tokens(model="book", messages=ASKED, tools=tools).input_tokens
+    assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": "A fox has four legs."}
+    said = [used.to_dict()]
+    turns = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    again = ours.messages.create(**{**how, "messages": turns, "max_tokens": 5})
+    assert again.usage.cache_read_input_tokens > counted
