@@ -2,7 +2,8 @@
 
 Made-up facts are planted in eight documents of a folder, each cut to `--tokens` tokens; all of them are then
 asked for, behind one store. Counts the right answers, and of these: is the fact in the first passage of the
-first document that is cited, and is it the document that the fact stands in? Several such stores.
+first document that is cited, and is it the document that the fact stands in? And of all questions: is the
+fact in the first passage that is found before any answer, or in the first three? Several such stores.
 """
 
 import random
@@ -21,7 +22,7 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.types import CitedDocument
+from offload_decode.types import CitedDocument, Passage
 
 DOCUMENTS = 8
 FACTS = {
@@ -54,8 +55,8 @@ def planted(rng: random.Random, names: Sequence[str], count: int) -> Iterator[Pl
 
 def asked(
     loaded: LoadedModel, texts: dict[str, str], facts: Sequence[Planted], rng: random.Random, budget: str
-) -> Iterator[tuple[Planted, str, tuple[CitedDocument, ...]]]:
-    """Every fact with the answer and what it cites."""
+) -> Iterator[tuple[Planted, str, tuple[CitedDocument, ...], tuple[Passage, ...]]]:
+    """Every fact with the answer, what it cites, and the passages that are found without it."""
     documents = []
     for name, text in texts.items():
         own = [fact.sentence for fact in facts if fact.document == name]
@@ -67,7 +68,7 @@ def asked(
         engine = Engine.open(store, loaded, options={"budget": budget})
         for fact in facts:
             answer = engine.answer(fact.question, 24, cites=True)
-            yield fact, answer.text, answer.citations or ()
+            yield fact, answer.text, answer.citations or (), engine.passages(fact.question, 3)
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--budget", default="1024")
     arguments = parser.parse_args()
     loaded, files = load(arguments.model), sorted(arguments.texts.iterdir())
-    right, passages, places = list[float](), list[float](), list[float]()
+    right, passages, places, firsts, threes = (list[float]() for _ in range(5))
     for number in range(arguments.stores):
         rng = random.Random(number)
         chosen = rng.sample(files, DOCUMENTS)
@@ -89,17 +90,22 @@ def main() -> None:
             for path in chosen
         }
         facts = list(planted(rng, list(texts), arguments.facts))
-        for fact, said, cited in asked(loaded, texts, facts, rng, arguments.budget):
+        for fact, said, cited, found in asked(loaded, texts, facts, rng, arguments.budget):
             right.append(string_match((fact.answer,), said))
             if right[-1] == 1:
                 first = cited[0] if cited else None
                 text = " ".join(first.spans[0].text.split()) if first and first.spans else ""
                 passages.append(float(fact.sentence in text))
                 places.append(float(first is not None and first.name == fact.document))
+            held = [fact.sentence in " ".join(one.text.split()) for one in found]
+            firsts.append(float(held[:1] == [True]))
+            threes.append(float(any(held)))
         print(f"store {number + 1}: {sum(right):.0f} of {len(right)} right so far", flush=True)
-    for name, found in (("right answers", right), ("first passage", passages), ("first document", places)):
-        share = wilson(found)
-        print(f"{name}: {sum(found):.0f} of {len(found)} ({100 * share.low:.0f} to {100 * share.high:.0f} %)")
+    counts = {"right answers": right, "first passage": passages, "first document": places}
+    counts |= {"found first": firsts, "found among three": threes}
+    for name, count in counts.items():
+        share = wilson(count)
+        print(f"{name}: {sum(count):.0f} of {len(count)} ({100 * share.low:.0f} to {100 * share.high:.0f} %)")
 
 
 if __name__ == "__main__":

@@ -281,6 +281,21 @@ class CitedDocument:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A passage that a question attends to: tokens `start:end` of the store, their document's name and text.
+
+    `score`: its share of the attention that the question pays to the store, 0 to 1, the mean of all heads and
+    tokens. Most heads look elsewhere or spread theirs thinly: a good passage has about a hundredth.
+    """
+
+    document: str
+    start: int
+    end: int
+    text: str
+    score: float
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer's text, its token ids (without the end token), what it cost, and why it ended (`stop` or
     `length`). `citations`: the documents that it attended to, most attended first, where they were asked for.

@@ -159,7 +159,8 @@ def _shared(parts: list[_Part]) -> StoredPrefix:
     prefix = parts[0].run.conversation.prefix.fork()
     for part, end in zip(parts, accumulate(len(part.ids) for part in parts), strict=True):
         if watches := part.run.conversation.prefix.watches:
-            prefix.watches, prefix.ends = (*prefix.watches, *watches), (*prefix.ends, end)
+            span = range(end - len(part.ids), end)
+            prefix.watches, prefix.spans = (*prefix.watches, *watches), (*prefix.spans, span)
     return prefix
 
 

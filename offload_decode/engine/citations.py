@@ -18,7 +18,15 @@ from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
-from offload_decode.types import AttentionState, CitedDocument, CitedSpan, Document, PageSelection, Selection
+from offload_decode.types import (
+    AttentionState,
+    CitedDocument,
+    CitedSpan,
+    Document,
+    PageSelection,
+    Passage,
+    Selection,
+)
 
 NOTABLE = 0.05
 """The least share of a row's attention to stored tokens that counts: most heads spread theirs thinly over the
@@ -32,6 +40,8 @@ PLAIN_QUESTION, PLAIN_TOKENS = "What?", 8
 """What a question without content, and so many tokens of its answer, attend to is taken off: all questions
 attend to it.
 """
+PLAIN_TIMES = 4
+"""Of a whole question so many times that: most of its tokens are its form, and attend as in any question."""
 DOCUMENTS, SPANS = 8, 3
 WINDOW = 48  # tokens that one passage gathers around a peak
 REACH = 48  # tokens beyond these in which a sentence or a line may begin and end
@@ -50,7 +60,9 @@ AnySelection = Selection | PageSelection
 
 
 class Observer(Protocol):
-    """Sees what each layer attends to."""
+    """Sees what each layer attends to: from the last token of every pass, or from a `whole` one."""
+
+    whole: bool
 
     def see(
         self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState
@@ -65,11 +77,11 @@ class Watch:
 
     mass: float32 `[N]`, the sum over all rows that were seen of a row's softmax over the stored tokens, where
     that is at least `least`. It takes 4 bytes a token at most: the system commits pages that are written to.
-    rows: how many were seen.
+    rows: how many were seen. whole: all tokens of a pass count, and not its last one alone.
     """
 
-    def __init__(self, host: HostKV, least: float = NOTABLE):
-        self.host, self.least = host, least
+    def __init__(self, host: HostKV, least: float = NOTABLE, whole: bool = False):
+        self.host, self.least, self.whole = host, least, whole
         self.mass = np.zeros(host.length, np.float32)
         self.rows = 0
 
@@ -101,6 +113,13 @@ class Watch:
         tokens = np.flatnonzero(self.mass)
         return dict(zip(tokens.tolist(), (self.mass[tokens] / max(1, self.rows)).tolist(), strict=True))
 
+    def beyond(self, plain: Mapping[int, float], opening: int) -> tuple[Array, Array]:
+        """The tokens from `opening` on whose mean share is more than their `plain` one, and by how much."""
+        shares = self.mass / max(1, self.rows)
+        shares[list(plain)] -= list(plain.values())
+        tokens = np.flatnonzero(shares[opening:] > 0) + opening
+        return tokens, shares[tokens].astype(np.float64)
+
     def _see_all(self, layer: int, queries: Queries, lse: Tensor) -> None:
         """Block by block, so that no row of a million scores is held."""
         for head, keys in enumerate(self.host.layer_keys(layer)):
@@ -117,10 +136,10 @@ class Watch:
         np.add.at(self.mass, ids[notable].numpy(), share.numpy())
 
 
-def last_queries(queries: Queries, sequence: int, end: int | None = None) -> Tensor:
-    """The queries of a sequence's last token before `end` (None: of all), int64 `[group]`: one a head."""
+def queries_of(queries: Queries, sequence: int, tokens: range) -> Tensor:
+    """The queries of some tokens of a sequence, int64 `[group * tokens]`: one a head and token."""
     members = sequence * queries.group + torch.arange(queries.group)
-    return members * queries.tokens + (queries.tokens if end is None else end) - 1
+    return (members[:, None] * queries.tokens + torch.tensor(tokens)).flatten()
 
 
 def cite(
@@ -138,11 +157,7 @@ def cite(
     """
     if not isinstance(store, KVStore):
         raise ConfigError("a store in memory has no documents to cite: open one from disk")
-    every = watch.mass / max(1, watch.rows)
-    if plain:
-        every[list(plain)] -= list(plain.values())
-    tokens = np.flatnonzero(every[opening:] > 0) + opening
-    mass = every[tokens].astype(np.float64)
+    tokens, mass = watch.beyond(plain or {}, opening)
     mass /= mass.sum() or 1.0
     cited = []
     for one in store.documents:
@@ -153,6 +168,21 @@ def cite(
     top = cited[:most_documents]
     spans = [_passages(one, tokens[own], mass[own], store, tokenizer, most_spans) for _, one, own in top]
     return tuple(CitedDocument(one.name, share, own) for (share, one, _), own in zip(top, spans, strict=True))
+
+
+def passages(
+    watch: Watch, store: Store, tokenizer: Any, most: int, opening: int, plain: Mapping[int, float]
+) -> tuple[Passage, ...]:
+    """The passages of all documents that were attended to, so many at `most`, most attended first. Raises as
+    `cite`.
+    """
+    attended = float(watch.beyond(plain, opening)[1].sum())
+    cited = cite(watch, store, tokenizer, most, most, opening, plain)
+    spans = [(document.name, span) for document in cited for span in document.spans]
+    spans.sort(key=lambda found: -found[1].share)
+    return tuple(
+        Passage(name, span.start, span.end, span.text, span.share * attended) for name, span in spans[:most]
+    )
 
 
 def template_length(store: KVStore, begun: Sequence[int]) -> int:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError, ContextEnds
-from offload_decode.engine.citations import PLAIN_QUESTION, PLAIN_TOKENS, Watch, cite, template_length
+from offload_decode.engine.citations import (
+    PLAIN_QUESTION,
+    PLAIN_TIMES,
+    PLAIN_TOKENS,
+    Watch,
+    cite,
+    passages,
+    template_length,
+)
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
@@ -28,7 +36,7 @@ from offload_decode.models.prompt import Prompt, next_turn
 from offload_decode.selectors.base import Selector
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
-from offload_decode.types import CitedDocument
+from offload_decode.types import CitedDocument, Passage
 
 
 class Conversation:
@@ -206,9 +214,11 @@ class Conversation:
             self.crop(length)
 
     @contextmanager
-    def watched(self) -> Iterator[Watch]:
-        """Watches what this conversation attends to within the block; its forks are not watched."""
-        watch, before = Watch(self.prefix.host), self.prefix.watches
+    def watched(self, whole: bool = False) -> Iterator[Watch]:
+        """Watches what this conversation attends to within the block, by the last token of every pass, or by
+        all of them (`whole`); its forks are not watched.
+        """
+        watch, before = Watch(self.prefix.host, whole=whole), self.prefix.watches
         self.prefix.watches = (watch,)
         try:
             yield watch
@@ -219,21 +229,43 @@ class Conversation:
         """The documents and passages that were attended to, beyond what a question without content attends
         to: the first time, that is asked too. Raises as `cite`.
         """
-        if not isinstance(self.store, KVStore):
-            return cite(watch, self.store, self.tokenizer)
-        opening = template_length(self.store, self.prompt.document(self.tokenizer, "", first=True))
-        return cite(watch, self.store, self.tokenizer, opening=opening, plain=self._plain_shares())
+        return cite(watch, self.store, self.tokenizer, **self._without_content(watch))
 
-    def _plain_shares(self) -> dict[int, float]:
-        """What a question without content attends to behind this store, chosen as here: asked once, and kept
-        in the user's cache.
+    def passages(self, question: str, most: int = 5) -> tuple[Passage, ...]:
+        """The passages that a question attends to, so many at `most`, most attended first, before any answer
+        to it: the conversation stays. Raises as `ask` and `cite`.
+        """
+        forked = self.fork()
+        with forked.watched(whole=True) as watch:
+            forked.ask(question)
+        return self.found(watch, most)
+
+    def found(self, watch: Watch, most: int) -> tuple[Passage, ...]:
+        """The passages that a question attended to, of which all tokens were seen. Raises as `cite`."""
+        return passages(watch, self.store, self.tokenizer, most, **self._without_content(watch))
+
+    def _without_content(self, watch: Watch) -> dict[str, Any]:
+        """What `cite` leaves out of what a watch saw: the opening of the prompt, and what a question without
+        content attends to.
+        """
+        if not isinstance(self.store, KVStore):
+            return {"opening": 0, "plain": {}}  # they are not used: `cite` refuses it
+        opening = template_length(self.store, self.prompt.document(self.tokenizer, "", first=True))
+        times = PLAIN_TIMES if watch.whole else 1
+        plain = {token: times * share for token, share in self._plain_shares(watch.whole).items()}
+        return {"opening": opening, "plain": plain}
+
+    def _plain_shares(self, whole: bool) -> dict[int, float]:
+        """What a question without content attends to behind this store, chosen as here and watched alike:
+        asked once, and kept in the user's cache.
         """
 
         def ask() -> dict[int, float]:
             other = Conversation(self.loaded, self.store, self.prefix.fresh())
-            with other.watched() as watch:
-                for _ in other.generate(other.ask(PLAIN_QUESTION), PLAIN_TOKENS):
-                    pass
+            with other.watched(whole) as watch:
+                logits = other.ask(PLAIN_QUESTION)
+                if not whole:
+                    list(other.generate(logits, PLAIN_TOKENS))
             return watch.shares()
 
         def parse(saved: Any) -> dict[int, float]:
@@ -244,7 +276,7 @@ class Conversation:
 
         way = type(self.selector).__qualname__, self.selector.options, self.selector.searched
         model = self.loaded.weights_hash, self.loaded.weights, self.loaded.dtype
-        of = (PLAIN_QUESTION, PLAIN_TOKENS, self.store.store_digest, *model, *way)
+        of = (PLAIN_QUESTION, 0 if whole else PLAIN_TOKENS, self.store.store_digest, *model, *way)
         return cached(of, ask, lambda shares: list(shares.items()), parse)
 
     def pieces(self, generated: Iterable[int]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from offload_decode.attention.queries import Queries, merge_states
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows.arrays import Float32
-from offload_decode.engine.citations import Observer, last_queries
+from offload_decode.engine.citations import Observer, queries_of
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
 from offload_decode.selectors import unselected
@@ -40,8 +40,8 @@ waits for the state of each and what it cost.
 class StoredPrefix:
     """Implements `offload_decode.kv.generated.Prefix` over a store.
 
-    watches: see what is attended to, one for each sequence of a pass; forks do not have them. ends: where
-    conversations are packed into one sequence, the token behind the last one of each that is watched.
+    watches: see what is attended to, one for each sequence of a pass; forks do not have them. spans: where
+    conversations are packed into one sequence, the tokens of each that is watched.
     """
 
     def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
@@ -53,7 +53,7 @@ class StoredPrefix:
         self.one_pass = OnePass.of(host, chosen, tail)
         self.stats = StepStats()
         self.watches: tuple[Observer, ...] = ()
-        self.ends: tuple[int, ...] = ()
+        self.spans: tuple[range, ...] = ()
 
     @classmethod
     def over(cls, host: HostKV, shape: ModelShape, selector: str, options: Mapping[str, Any]) -> StoredPrefix:
@@ -142,9 +142,13 @@ class StoredPrefix:
         return Queries(vectors, scaling, softcap, heads // kv_heads, tokens)
 
     def _watched(self, queries: Queries) -> list[Tensor]:
-        if self.ends:
-            return [last_queries(queries, 0, end) for end in self.ends]
-        return [last_queries(queries, sequence) for sequence in range(len(self.watches))]
+        spans = [(0, span) for span in self.spans] or [
+            (sequence, range(queries.tokens)) for sequence in range(len(self.watches))
+        ]
+        return [
+            queries_of(queries, sequence, span if watch.whole else span[-1:])
+            for watch, (sequence, span) in zip(self.watches, spans, strict=True)
+        ]
 
     def _attend_part(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         self.host.store.check_mapped(layer)

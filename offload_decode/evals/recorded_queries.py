@@ -59,6 +59,8 @@ class DenseRun:
 class Selections:
     """An `Observer` that keeps the rows that were asked for, and what was selected."""
 
+    whole = False
+
     def __init__(self) -> None:
         self.seen: list[tuple[Queries, Selection | PageSelection]] = []
 

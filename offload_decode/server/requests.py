@@ -9,7 +9,7 @@ from typing import Any, Literal
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
-from offload_decode.types import CitedDocument, StepStats
+from offload_decode.types import CitedDocument, Passage, StepStats
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,15 @@ class Request(AskOptions):
 
     tokens: what follows the stored ones, question and earlier turns, all of it. prompt_logprobs: None, or as
     `top_logprobs`, for the tokens of the prompt. raw: keep white space around an answer. shown: special
-    tokens that are part of an answer's text, as these texts.
+    tokens that are part of an answer's text, as these texts. passages: in place of an answer, so many at most
+    that the prompt attends to.
     """
 
     tokens: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     raw: bool = False
     shown: Mapping[int, str] = field(default_factory=dict)
+    passages: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Done:
     usage: Usage
     stats: StepStats
     citations: tuple[CitedDocument, ...] | None = None
+    passages: tuple[Passage, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from offload_decode.server.metrics import Metrics
 from offload_decode.server.prefix_cache import PrefixCache
 from offload_decode.server.requests import Busy, Done, Emit, Failed, Request, Settings, TimedOut, TooLarge
 from offload_decode.server.sequences import RunningRequest, ScheduledTurn
-from offload_decode.types import StepStats
+from offload_decode.types import Passage, StepStats
 
 LOG = logging.getLogger("offload_decode.server")
 LEAST_SHARE = 16
@@ -181,10 +181,10 @@ class Scheduler:
                     return
                 self._running.append(self._waiting.popleft())
             try:
-                # Each token that is scored must be run.
-                scored = first.request.prompt_logprobs is not None
+                # Each token that is scored, or whose passages are wanted, must be run.
+                every = first.request.prompt_logprobs is not None or first.request.passages
                 key, tokens = first.target.key, first.request.tokens
-                first.begin(None if scored else self.prefix_cache.take(key, tokens))
+                first.begin(None if every else self.prefix_cache.take(key, tokens))
             except Exception as error:  # noqa: BLE001  # of this request alone
                 self._fail(first, error)
 
@@ -243,15 +243,17 @@ class Scheduler:
                 self._fail(each.request, error)
 
     def _end(self, running: RunningRequest) -> None:
-        """Cache the turn, and find its citations."""
+        """Cache the turn, and find its citations, or its passages."""
         try:
-            found = None
-            if running.watch is not None:
-                found = running.target.start.cited(running.watch)
+            cited, passages = None, tuple[Passage, ...]()
+            if running.watch is not None and (most := running.request.passages):
+                passages = running.target.start.found(running.watch, most)
+            elif running.watch is not None:
+                cited = running.target.start.cited(running.watch)
             for one in reversed(running.sequences):  # so that the first answer's is the last used
                 one.conversation.prefix.watches = ()
                 self.prefix_cache.keep(running.target.key, one.conversation)
-            running.emit(Done(running.usage, running.stats, found))
+            running.emit(Done(running.usage, running.stats, cited, passages))
         except Exception as error:
             LOG.exception("the end of a request failed")
             running.emit(Failed(error))

@@ -124,7 +124,7 @@ class RunningRequest:
         self.deadline = self.submitted + (request.deadline_s or math.inf)
         self.stats = StepStats()
         self.watch: Watch | None = None  # what its answers attend to, where that is asked for
-        self._cites = request.cite and target.stored
+        self._cites = (request.cite or request.passages > 0) and target.stored
         self._emit = emit
         self.followed = followed
         self._rest = request.tokens
@@ -184,7 +184,8 @@ class RunningRequest:
     def turns(self, share: int = 0) -> list[ScheduledTurn]:
         """The next turns to run: `share` tokens of the prompt, or one token of each answer."""
         if self._rest:
-            if self._cites and share >= len(self._rest):  # the question's last token counts, and its answer's
+            # The question's last token counts, and its answer's; or all of a question that has no answer.
+            if self._cites and (self.request.passages or share >= len(self._rest)):
                 self._see(self.conversation)
             turn = Turn(self.conversation, self._rest[:share], self.request.prompt_logprobs is not None)
             return [ScheduledTurn(self, turn, partial(self._asked, share))]
@@ -212,7 +213,7 @@ class RunningRequest:
         return self.conversation.most_new(self.request.generation.max_tokens or 0, len(self._rest))
 
     def _see(self, conversation: Conversation) -> None:
-        self.watch = self.watch or Watch(conversation.prefix.host)
+        self.watch = self.watch or Watch(conversation.prefix.host, whole=self.request.passages > 0)
         conversation.prefix.watches = (self.watch,)
 
     def _asked(self, share: int, logits: Tensor) -> None:

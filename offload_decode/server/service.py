@@ -70,6 +70,14 @@ class CompletionRequest(AskOptions):
     prompt_logprobs: int | None = None
 
 
+@dataclass(frozen=True)
+class SearchRequest(AskOptions):
+    """The passages of a store that a question attends to, so many at `most`, in place of an answer."""
+
+    question: str = ""
+    most: int = 5
+
+
 class Service:
     """Answers from the stores of a catalog. Thread-safe."""
 
@@ -129,6 +137,18 @@ class Service:
             tokens = completion_tokens(target.loaded, target.stored, asked.prompt)
             top = asked.prompt_logprobs
             return self._submit(asked, target, tokens, emit, prompt_logprobs=top, raw=True)
+
+    def search(self, asked: SearchRequest, emit: Emit) -> Ticket:
+        """Ask for the passages that a question attends to: the last event has them. Raises as `chat`."""
+        with self.releases.asking(asked.model):
+            target = self._target(asked)
+            if not target.stored:
+                raise WrongField(f"'{target.entry.name}' has no corpus to search: name a store", "model")
+            self._check_letters(len(asked.question))
+            tokens = target.start.question_tokens(asked.question)
+            target.start.check_room(len(tokens))
+            asked = replace(asked, generation=replace(asked.generation, max_tokens=0))
+            return self._submit(asked, target, tokens, emit, passages=asked.most)
 
     def tokenize(
         self,

@@ -9,7 +9,15 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError, StoreDamaged
-from offload_decode.engine.citations import OPENING, PLAIN_QUESTION, REACH, Watch, cite, template_length
+from offload_decode.engine.citations import (
+    OPENING,
+    PLAIN_QUESTION,
+    REACH,
+    Watch,
+    cite,
+    passages,
+    template_length,
+)
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.hf import user_cache
@@ -100,6 +108,17 @@ def test_a_question_in_parts_is_seen_as_a_whole_one(folder, monkeypatch):
         return torch.from_numpy(watch.mass)
 
     torch.testing.assert_close(mass(3), mass(10_000))
+
+
+def test_a_whole_question_is_what_its_tokens_attend_to_one_by_one(folder):
+    engine, alone = (Engine.open(folder / "store", options={"budget": "20"}) for _ in range(2))
+    with engine.watched(whole=True) as watch:
+        engine.ask(QUESTIONS[1])
+    with alone.watched() as each:
+        for token in alone.question_tokens(QUESTIONS[1]):
+            alone.extend([token])
+    assert watch.rows == each.rows
+    torch.testing.assert_close(torch.from_numpy(watch.mass), torch.from_numpy(each.mass))
 
 
 def test_what_holds_little_of_a_row_does_not_count(folder):
@@ -201,6 +220,31 @@ def test_what_a_question_without_content_attends_to_is_taken_off(folder):
     assert cite(watch, engine.store, engine.tokenizer, plain=watch.shares()) == ()
 
 
+def test_passages_are_those_of_all_documents_by_their_score(folder):
+    engine = Engine.open(folder / "store", options={"budget": "20"})
+    found = engine.passages(QUESTIONS[1], most=4)
+    assert engine.tokens == [], "the conversation stays"
+    documents = {one.name: one for one in engine.store.documents}
+    for one in found:
+        assert documents[one.document].start <= one.start < one.end <= documents[one.document].end
+        assert one.text == engine.decode(engine.store.tokens[one.start : one.end]).strip()
+    scores = [one.score for one in found]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[-1] > 0
+    assert sum(scores) <= 1
+    assert engine.passages(QUESTIONS[1], most=1) == found[:1]
+    assert engine.passages(PLAIN_QUESTION) == (), "it attends to nothing beyond itself"
+
+
+def test_scores_are_shares_of_all_attention_and_not_of_what_is_found(folder):
+    engine = Engine.open(folder / "store")
+    watch = Watch(engine.prefix.host, whole=True)
+    watch.rows, (first, second, _) = 10, engine.store.documents
+    watch.mass[first.start + 50], watch.mass[second.start + 50] = 3, 1
+    found = passages(watch, engine.store, engine.tokenizer, 5, opening=4, plain={second.start + 50: 0.05})
+    assert [(one.document, round(one.score, 4)) for one in found] == [("a.txt", 0.3), ("b.txt", 0.05)]
+
+
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
     """Every question that is asked, with a cache and a process that know nothing."""
@@ -263,6 +307,8 @@ def test_a_store_in_memory_cannot_be_cited(folder):
     host = Engine.open(folder / "store").prefix.host
     with pytest.raises(ConfigError, match="no documents to cite"):
         cite(Watch(host), object(), None)
+    with pytest.raises(ConfigError, match="no documents to cite"):
+        passages(Watch(host), object(), None, 5, opening=4, plain={})
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31), 5000, 2**31 - 1])
