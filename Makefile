@@ -88,7 +88,7 @@ clean:
 	touch $@
 
 .venv/ready-dev: .venv/ready
-	$(INSTALL) --editable '.[$(EXTRA),documents,eval,buckets,ray,quant,server,docs,dev]'
+	$(INSTALL) --editable '.[$(EXTRA),documents,eval,buckets,ray,quant,server,mcp,langchain,llama-index,docs,dev]'
 	@# hnswlib comes as source only. Without a C++ compiler its tests are skipped, and nothing else needs it.
 	HNSWLIB_NO_NATIVE=1 $(INSTALL) --editable '.[hnsw]' || echo "hnswlib could not be built: its tests will be skipped"
 	touch $@

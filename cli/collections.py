@@ -107,9 +107,9 @@ class AskedCollection:
         """
         if self.choice.every:
             return self.entries
-        from offload_decode.collections.together import best
-
-        return best(self.collection, question, most or self.choice.top or TOP, self.entries)
+        found = (entry for entry, _ in self.collection.scored(question))
+        chosen = [entry for entry in found if self.collection.address(entry) in self.stores]
+        return chosen[: most or self.choice.top or TOP]
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
         """The questions for each store, or in `unmatched`. Raises `ConfigError` for an unknown document."""

@@ -22,6 +22,7 @@ from offload_decode.cli import (
     eval,
     index,
     inspect,
+    mcp,
     models,
     output,
     plan,
@@ -81,7 +82,7 @@ def offload_decode(
 
 for command in (
     *(prefill.prefill, append.append, renew.renew, collect.collect, plan.plan, index.index),
-    *(ask.ask, chat.chat, batch.batch, serve.serve, models.models, selectors.selectors),
+    *(ask.ask, chat.chat, batch.batch, serve.serve, mcp.mcp, models.models, selectors.selectors),
     *(inspect.inspect, verify.verify, push_pull.push, push_pull.pull, cache.cache, demo.demo, doctor.doctor),
 ):
     panelled = command in (ask.ask, chat.chat, batch.batch)

@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0
 
+Host = Annotated[str, option("HOST", "Address to listen on.")]
+Port = Annotated[int, option("N", "Port; 0 takes a free one.", min=0, max=65535)]
+Keys = Annotated[
+    list[str] | None,
+    option(
+        "KEY",
+        "Key that clients must give; repeatable. Users of this machine can see it, unlike a file.",
+        envvar=KEY,
+    ),
+]
+KeyFile = Annotated[Path | None, option("FILE", "File with a key in each line.", parser=a_path)]
+
 
 @with_groups
 def serve(
@@ -36,19 +48,10 @@ def serve(
             autocompletion=opts.stores,
         ),
     ] = None,
-    host: Annotated[str, option("HOST", "Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, option("N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        option(
-            "KEY",
-            "Key that clients must give; repeatable. Users of this machine can see it, unlike a file.",
-            envvar=KEY,
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, option("FILE", "File with a key in each line.", parser=a_path)
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: Keys = None,
+    api_key_file: KeyFile = None,
     cors: Annotated[
         list[str] | None,
         option(
@@ -108,7 +111,7 @@ def serve(
         needs = "serving needs packages of its own: pip install 'offload-decode[server]'"
         raise ConfigError(needs) from error
 
-    access = _access(api_key or [], api_key_file, cors or [], host, is_loopback(host))
+    access = access_of(api_key or [], api_key_file, cors or [], host, is_loopback(host))
     bound = bind(host, port)
 
     from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
@@ -139,7 +142,7 @@ def serve(
     guarded = bool(access.keys) or is_loopback(host)
     if on is not None:
         with _on_ray(places, settings, log_format, replicas) as running:
-            _announce(address_of(bound), guarded)
+            announce(address_of(bound), guarded)
             listen(create_front(running, access, settings.max_body), bound, GRACE_S)
         return
     apply_caps(options.caps, options.config.device)
@@ -148,17 +151,16 @@ def serve(
     service = Service(Catalog([Path(place) for place in places], options.config.model), settings)
     names = [entry.name for entry in service.catalog.entries()]
     output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")
-    _announce(address_of(bound), guarded)
+    announce(address_of(bound), guarded)
     service.preload()
     listen(create_app(service, access), bound, GRACE_S, service.close)
 
 
-def _announce(address: str, guarded: bool) -> None:
+def announce(address: str, guarded: bool, may: str = "ask, append and delete") -> None:
+    """Say where the server listens, and what that means where anyone may ask."""
     output.note(f"listening on {address}")
     if not guarded:
-        output.note(
-            "warning: anyone who reaches this address can ask, append and delete: give --api-key-file"
-        )
+        output.note(f"warning: anyone who reaches this address can {may}: give --api-key-file")
 
 
 def _on_ray(
@@ -175,7 +177,8 @@ def _on_ray(
     return on_ray(plan, replicas)
 
 
-def _access(keys: list[str], file: Path | None, origins: list[str], host: str, loopback: bool) -> Access:
+def access_of(keys: list[str], file: Path | None, origins: list[str], host: str, loopback: bool) -> Access:
+    """Who may ask. Raises `ConfigError`."""
     from offload_decode.server.http.security import LOOPBACK, Access, read_keys
 
     if any(not key.strip() for key in keys):

@@ -20,11 +20,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal, Value, read
-from offload_decode.collections.words import WORDS
+from offload_decode.collections.words import WORDS, number_of, scores
 from offload_decode.common import files
 from offload_decode.common.errors import (
     ConfigError,
@@ -107,6 +108,17 @@ class Collection:
     def address(self, entry: Entry) -> str:
         """What users call a document's store."""
         return f"{self.name}/{entry.store}"
+
+    def scored(self, question: str) -> list[tuple[Entry, float]]:
+        """The documents that have a word of the question, with their BM25 scores, above 0, the best first.
+        Raises `StoreDamaged`.
+        """
+        found = scores(self.path / WORDS, question)
+        return [(self._numbered[one], score) for one, score in found.items() if one in self._numbered]
+
+    @cached_property
+    def _numbered(self) -> dict[int, Entry]:
+        return {number_of(entry.store): entry for entry in self.entries}
 
     def held(self, entry: Entry) -> AbstractContextManager[Path]:
         """Where a document's store lies while it is asked."""

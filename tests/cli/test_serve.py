@@ -43,11 +43,11 @@ def test_a_port_that_is_taken_is_one_sentence(store):
 
 
 def test_access_follows_keys_and_host():
-    open_here = serve._access([], None, ["https://chat.example/"], "127.0.0.1", True)
+    open_here = serve.access_of([], None, ["https://chat.example/"], "127.0.0.1", True)
     assert open_here.hosts == LOOPBACK
     assert open_here.origins == ("https://chat.example",)
-    assert serve._access(["sesame"], None, [], "127.0.0.1", True).hosts == frozenset()
-    assert serve._access([], None, [], "0.0.0.0", False).hosts == frozenset()
+    assert serve.access_of(["sesame"], None, [], "127.0.0.1", True).hosts == frozenset()
+    assert serve.access_of([], None, [], "0.0.0.0", False).hosts == frozenset()
     assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "example.org")))
 

@@ -14,6 +14,7 @@ import uvicorn
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Security
 from fastapi.security import APIKeyHeader, HTTPBearer
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from offload_decode.common.errors import ConfigError
@@ -54,7 +55,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     return app
 
 
-def guard(app: FastAPI, access: Access, most: int, uploads: int) -> None:
+def guard(app: Starlette, access: Access, most: int, uploads: int) -> None:
     """Put in front of an app what every request passes: it gets an id, it must be allowed to ask, and so many
     bytes of it are read at most.
     """
@@ -116,7 +117,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(
-    app: FastAPI, bound: socket.socket, grace_s: float, close: Callable[[float], None] | None = None
+    app: Starlette, bound: socket.socket, grace_s: float, close: Callable[[float], None] | None = None
 ) -> None:
     """Serve until SIGINT or SIGTERM; answers that are being written then have so many seconds to end, and
     those that are left are ended by `close`, which is given the seconds.
