@@ -263,11 +263,12 @@ def test_help_comes_at_once_and_without_heavy_imports():
     assert min(seconds() for _ in range(3)) < 1
 
 
-def test_the_installed_command_is_this_one():
+def test_the_installed_command_and_the_package_run_as_a_module_are_this_one():
     command = shutil.which("offload-decode", path=str(Path(sys.executable).parent))
     assert command is not None
-    ran = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    assert ran.stdout.startswith("offload-decode ")
+    for program in ([command], [sys.executable, "-m", "offload_decode"]):
+        ran = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
+        assert ran.stdout.startswith("offload-decode ")
 
 
 @pytest.mark.parametrize(
