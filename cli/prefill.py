@@ -289,9 +289,9 @@ def _next(report: PrefillReport) -> str:
 
 def document_notes(notes: Sequence[Note]) -> list[str]:
     """The first few notes, a line each."""
-    lines = [f"{output.one_line(name)}: {output.one_line(note)}" for name, note in notes[:_SHOWN]]
-    more = len(notes) - _SHOWN
-    return [*lines, f"and {output.count(more, 'note')} more (--json lists them)"] if more > 0 else lines
+    from offload_decode.prefill_jobs.corpus import first_notes
+
+    return list(map(output.one_line, first_notes(notes, _SHOWN, " (--json lists them)")))
 
 
 def skipped_files(skipped: tuple[Skipped, ...]) -> str:

@@ -50,6 +50,12 @@ class Note(NamedTuple):
     note: str
 
 
+def first_notes(notes: Sequence[Note], most: int, elsewhere: str = "") -> list[str]:
+    """The first `most` notes, a line each, and a line with how many there are `elsewhere`."""
+    lines, more = [f"{name}: {note}" for name, note in notes[:most]], len(notes) - most
+    return [*lines, f"and {more:,} more{elsewhere}"] if more > 0 else lines
+
+
 def notes_on(documents: Sequence[TextDocument]) -> tuple[Note, ...]:
     return tuple(Note(document.name, note) for document in documents for note in document.notes)
 

@@ -35,7 +35,7 @@ from offload_decode.kv.indexes import heads_of
 from offload_decode.store.reader import KVStore
 
 if TYPE_CHECKING:
-    from offload_decode.prefill_jobs.corpus import Note, TextDocument
+    from offload_decode.prefill_jobs.corpus import TextDocument
     from offload_decode.prefill_jobs.folders import Skipped
 
 LOG = logging.getLogger("offload_decode.server")
@@ -267,14 +267,13 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
 
 def _result(report: Any, names: Sequence[str], unread: Sequence[Skipped]) -> dict[str, Any]:
     """These fields of a report, all documents that are left out, and the first notes on the others."""
-    failed = [one._asdict() for one in (*unread, *report.failed)]
-    return {name: getattr(report, name) for name in names} | {"failed": failed, "notes": _told(report.notes)}
+    from offload_decode.prefill_jobs.corpus import first_notes
 
-
-def _told(notes: Sequence[Note]) -> list[str]:
-    """The first notes, a line each."""
-    more = [f"and {len(notes) - MOST_NOTES:,} more"] if len(notes) > MOST_NOTES else []
-    return [f"{name}: {note}" for name, note in notes[:MOST_NOTES]] + more
+    failed, notes = (
+        [one._asdict() for one in (*unread, *report.failed)],
+        first_notes(report.notes, MOST_NOTES),
+    )
+    return {name: getattr(report, name) for name in names} | {"failed": failed, "notes": notes}
 
 
 def _texts(folder: Path, job: Job) -> tuple[list[TextDocument], list[Skipped]]:

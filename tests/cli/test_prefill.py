@@ -207,7 +207,7 @@ def test_what_was_left_out_of_documents_is_told(home, tmp_path):
         ran = done(*args)
         told = [line for line in ran.err.splitlines() if "left out" in line]
         assert told == [f"{number}.md: left out: 1 embedded file" for number in range(5)]
-        assert "\nand 2 notes more (--json lists them)\n" in ran.err
+        assert "\nand 2 more (--json lists them)\n" in ran.err
         notes = json.loads(ran.out)["notes"]
         assert notes == [{"name": f"{n}.md", "note": "left out: 1 embedded file"} for n in range(7)]
     several = done("prefill", *folder.glob("[01].md"), "--model", home / "model", "--out", tmp_path / "more/")
