@@ -1,6 +1,5 @@
 """From how many tokens on a search is slower than attention to everything: measured once on a machine."""
 
-import platform
 import time
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -13,6 +12,7 @@ from offload_decode.common.rows.compiled import features
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.user_cache import cached
 from offload_decode.kv.host_cache import HostKV
+from offload_decode.models.made_with import cpu_name
 from offload_decode.selectors.topk import TopK
 from offload_decode.types import ModelShape
 
@@ -61,7 +61,7 @@ def decide(prefix: StoredPrefix, shape: ModelShape, wanted: bool) -> None:
     else:
         rows = host.layer_keys(shape.full_layers[0])[0], host.layer_values(shape.full_layers[0])[0]
         layouts = [own.layout for own in rows]
-        machine = [threads.THREADS, platform.processor(), sorted(features())]
+        machine = [threads.THREADS, cpu_name(), sorted(features())]
         of = [
             "crossover",
             _LOOPS,
