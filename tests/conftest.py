@@ -1,15 +1,18 @@
 """Settings that must stand before anything else is imported."""
 
+import fcntl
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
 
 if TYPE_CHECKING:
     from tests.card import Card
@@ -34,6 +37,21 @@ if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 << 30:
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
+
+_LOCKS, _compile = Path(os.environ["XDG_CACHE_HOME"]), Dispatcher.compile
+
+
+def _compile_once(self: Any, signature: Any) -> Any:
+    """Of workers that need the same loop one compiles it; the others wait, and load it from numba's cache."""
+    name = f"{self.py_func.__module__}.{self.py_func.__qualname__}"
+    if not name.startswith("offload_decode."):
+        return _compile(self, signature)
+    with global_compiler_lock, open(_LOCKS / name, "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        return _compile(self, signature)
+
+
+Dispatcher.compile = _compile_once
 
 
 @pytest.fixture

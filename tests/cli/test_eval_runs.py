@@ -99,7 +99,8 @@ def test_the_index_that_a_user_would_have_is_searched(home, out, monkeypatch, wa
     assert index in searched
 
 
-def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home, out, tmp_path):
+def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home, out, tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks.ruler, "SUITE", ("niah_single_2", "vt", "qa_2"))
     small = ("--lengths", "400", "--limit", "1", "--budgets", "8", "--out", out)
     ran = done("eval", "ruler", "--model", home / "model", *small)
     assert "qa_2 is left out: 400 tokens do not hold the facts" in ran.err

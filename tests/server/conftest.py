@@ -94,6 +94,12 @@ def prefilled(folder: Path, name: str, text: str, model: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint: for reading only."""
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
 def shelf(tmp_path_factory):
     """A folder with `model/`, and `stores/` that it prefilled: for reading only."""
     folder = tmp_path_factory.mktemp("shelf")
