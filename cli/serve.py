@@ -72,6 +72,10 @@ def serve(
     ] = "128K",
     max_body: Annotated[str, option("SIZE", "Maximum size of a request body.")] = "32MiB",
     max_upload: Annotated[str, option("SIZE", "Maximum size of a body with documents for a store.")] = "1GiB",
+    store_disk: Annotated[
+        str | None,
+        option("SIZE", "Maximum size of the folder in which stores are made; jobs beyond it are refused."),
+    ] = None,
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Refuse requests that make, extend or delete stores.")
     ] = False,
@@ -134,6 +138,7 @@ def serve(
         max_prompt=token_count(max_prompt),
         max_body=byte_count(max_body),
         max_upload=byte_count(max_upload),
+        store_disk=None if store_disk is None else byte_count(store_disk),
         read_only=read_only,
         deadline_s=deadline,
         generated_bytes=byte_count(memory_for_turns),

@@ -19,26 +19,30 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from offload_decode.common.errors import ConfigError, StoreBusy, StoreError, StoreExists
+from offload_decode.common.errors import (
+    ConfigError,
+    OffloadDecodeError,
+    StoreBusy,
+    StoreError,
+    StoreExists,
+)
 from offload_decode.hf.compat import check_dtype
-from offload_decode.kv.indexes import indexes_folder
 from offload_decode.models.quantization import check_weights
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
 from offload_decode.server.job import EXCHANGE, JOBS, Job, JobFiles, State, Upload, Work, reason_of
-from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
-from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
-from offload_decode.store.writer import clear, restore
+from offload_decode.server.kept_stores import TRASH, KeptStores, discard, folder_bytes, remove
+from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, TooLarge, WrongField
 
 LOG = logging.getLogger("offload_decode.server")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_WAITING, MOST_KEPT = 100, 200
+EXPIRY_S, DISK_S = 60.0, 1.0
+"""How often expired stores are looked for, and the disk is measured while a store is made."""
 MOST_DOCUMENTS, MOST_LETTERS = 10_000, 500
 _TRIES = 3
-_TRASH = ".deleted-"
 
 Released = Callable[[str], AbstractContextManager[object]]
 """While the context of a name is open, nothing uses or opens its store; entering it waits for the answers
@@ -60,8 +64,8 @@ class JobProgress:
 
 class Jobs:
     """The jobs of a server, in the first folder among its places; a thread runs them until `close`, and the
-    next server continues them. `device` is where their models run. With `read_only` there are none, and
-    changes of a store raise `ReadOnly`. Thread-safe.
+    next server continues them. `device` is where their models run, `disk` the bytes that the folder may have
+    (None: any number). With `read_only` there are none, and changes of a store raise `ReadOnly`. Thread-safe.
     """
 
     def __init__(
@@ -70,9 +74,11 @@ class Jobs:
         released: Released = lambda name: nullcontext(),
         device: str = "auto",
         read_only: bool = False,
+        disk: int | None = None,
     ) -> None:
         self._catalog, self._released, self._device = catalog, released, device
-        self._read_only = read_only
+        self._read_only, self._disk = read_only, disk
+        self.kept = KeptStores(catalog, read_only)
         self._changed = threading.Condition()
         self._jobs: dict[str, Job] = {}
         self._progress: dict[str, JobProgress] = {}
@@ -83,7 +89,7 @@ class Jobs:
         self._exchanging = self._closed = False
         if read_only:
             return
-        for left in [path for folder in catalog.folders for path in folder.glob(f"{_TRASH}*")]:
+        for left in [path for folder in catalog.folders for path in folder.glob(f"{TRASH}*")]:
             shutil.rmtree(left, ignore_errors=True)  # of stores that a killed server was deleting
         if catalog.folders and (catalog.folders[0] / JOBS).is_dir():
             try:
@@ -97,6 +103,22 @@ class Jobs:
         if entry.path is None:
             raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
         return entry, entry.path
+
+    def keep(self, name: str, **said: Any) -> None:
+        """Set `pinned` or `expires_after` of a store (`Keeping`), and count its time from now on.
+
+        Raises `NoSuchName`, `StoreError`, `StoreBusy`, and `ConfigError` for a store that lies elsewhere than
+        where stores are made.
+        """
+        self._may_write()
+        entry, _ = self.store(name)
+        with self._changed:
+            try:
+                self._begin()
+                now = self.kept.of(entry)
+                self.kept.set(entry, **{"pinned": now.pinned, "expires_after": now.expires_after, **said})
+            except OSError as error:
+                raise StoreError(f"how long a store is kept cannot be written: {error.strerror}") from error
 
     def jobs(self) -> list[Job]:
         """All that are known, the newest first."""
@@ -176,6 +198,7 @@ class Jobs:
             self._catalog.hide(path)
             with self._released(name):
                 remove(path)
+            self.kept.forget(path)
         finally:
             self._deleting.discard(name)
             self._catalog.hide(path, hidden=False)
@@ -236,8 +259,11 @@ class Jobs:
             files = self._begin()
             if len(self._unfinished()) >= MOST_WAITING:
                 raise Busy(f"{MOST_WAITING} jobs wait already: try again later", 60)
+            if full := self._full():
+                raise TooLarge(full)
             if work.kind == "prefill":
                 self._check_free(work)
+                self.kept.forget(Path(work.path))
             elif work.name in self._deleting:
                 raise StoreBusy(f"'{work.name}' is being deleted")
             try:
@@ -274,10 +300,27 @@ class Jobs:
         self._changed.notify_all()
         return job
 
+    def _full(self) -> str:
+        """A sentence where the folder has as many bytes as it may, or more."""
+        if self._disk is None or (used := folder_bytes(self._folder())) < self._disk:
+            return ""
+        return f"the stores here have {used:,} bytes, of {self._disk:,} that the server allows: delete one"
+
+    def _expire(self) -> None:
+        """Delete the stores whose time is over."""
+        for name in self.kept.expired():
+            try:
+                self.delete(name)
+                LOG.info("'%s' was deleted: it was not used for as long as it was to be kept", name)
+            except (OffloadDecodeError, OSError) as error:
+                LOG.warning("'%s' has expired, and is still there: %s", name, error)
+
     def _run(self) -> None:
         while True:
+            self._expire()
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._unfinished())
+                if not self._changed.wait_for(lambda: self._closed or self._unfinished(), EXPIRY_S):
+                    continue
                 if self._closed:
                     return
                 first = min(self._unfinished(), key=lambda job: job.created)
@@ -330,6 +373,7 @@ class Jobs:
             )
         message: dict[str, Any] = {}
         first, began = JobProgress("", 0, 0), 0.0  # of the stage, and when
+        measured, full = 0.0, ""
         with process, ExitStack() as exchanging:
             assert process.stdout is not None
             for line in process.stdout:
@@ -339,6 +383,12 @@ class Jobs:
                 if "stage" not in message:
                     continue
                 now, so_far = time.monotonic(), JobProgress(**message)
+                if now - measured > DISK_S and so_far.stage != EXCHANGE:
+                    measured = now
+                    if full := self._full():
+                        process.kill()
+                        message = {"error": full}
+                        break
                 if so_far.stage != first.stage:
                     first, began = so_far, now
                 if (ran := so_far.done - first.done) > 0:
@@ -353,6 +403,8 @@ class Jobs:
                         with suppress(BrokenPipeError):
                             print("go", file=process.stdin, flush=True)
             process.wait()
+            if full:
+                discard(Path(job.work.path))
             self._catalog.refresh()
         with self._changed:
             self._process = None
@@ -370,29 +422,3 @@ def _check(work: Work, documents: Sequence[Upload]) -> None:
             raise WrongField(f"a document's name has 1 to {MOST_LETTERS} printable letters", "documents")
         if times > 1:
             raise WrongField(f"two documents are called '{name}': give each a name of its own", "documents")
-
-
-def discard(path: Path) -> None:
-    """Remove what a job staged for the store at `path`. The store itself, where there is one, stays."""
-    partial = partial_path(path)
-    if (partial / LOCK).exists():
-        try:
-            with locked(partial):
-                restore(path, partial / REPLACED)
-                clear(partial)
-        except StoreBusy as error:
-            LOG.warning("%s", error)
-
-
-def remove(path: Path) -> None:
-    """Remove a store with all that lies beside it; it is gone from its name at once."""
-    discard(path)
-    trash = path.with_name(f"{_TRASH}{uuid4().hex}")
-    try:
-        trash.mkdir()
-        path.rename(trash / path.name)
-        if (indexes := indexes_folder(path)).exists():
-            indexes.rename(trash / indexes.name)
-        shutil.rmtree(trash)
-    except OSError as error:
-        raise StoreError(f"the store could not be removed: {error.strerror}") from error

@@ -254,7 +254,8 @@ class Settings:
     max_body: bytes of a request. deadline_s: seconds that a request may take. running_bytes: memory for the
     questions and answers that are being worked on; generated_bytes: for turns that are remembered. max_open:
     stores, with a selector each, that are kept open; max_models: models that are held in memory. read_only:
-    no store is made, appended to or deleted; max_upload: bytes of the documents of one request.
+    no store is made, appended to or deleted; max_upload: bytes of the documents of one request; store_disk:
+    bytes of the folder in which stores are made.
     """
 
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -273,6 +274,7 @@ class Settings:
     max_models: int = 1
     read_only: bool = False
     max_upload: int = 1 << 30
+    store_disk: int | None = None
 
     def __post_init__(self) -> None:
         positive = ("max_tokens", "max_running", "max_prompt", "max_body", "deadline_s", "running_bytes")

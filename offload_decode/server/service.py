@@ -91,7 +91,9 @@ class Service:
         self.answer_tokens = AnswerTokens()
         self.matcher = Matcher()
         self.releases = Releases(self.scheduler.uses, self._close)
-        self.jobs = Jobs(catalog, self.releases.released, settings.config.device, settings.read_only)
+        self.jobs = Jobs(
+            catalog, self.releases.released, settings.config.device, settings.read_only, settings.store_disk
+        )
         catalog.subscribe(lambda names: [*map(self._close, names)])
         self._tell_metrics()
 
@@ -215,6 +217,7 @@ class Service:
         if entry.path is None and (asked.selector or asked.options):
             message = f"'{entry.name}' has no corpus to select from: leave selector and options out"
             raise WrongField(message, "selector")
+        self.jobs.kept.use(entry)
         return self.loaded_models.get(entry, asked.selector, asked.options)
 
     def _matched(self, asked: ChatRequest) -> ChatRequest:

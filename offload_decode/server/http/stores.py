@@ -109,6 +109,13 @@ class Models(Listed[ServedModel]):
     has_more: Literal[False] = False
 
 
+class Kept(WholeBody):
+    """How long a store is kept: see `StoreDetails`. What is left out stays as it is."""
+
+    pinned: bool = False
+    expires_after: Annotated[int, Field(ge=1, le=10**9)] | None = None
+
+
 class JobError(BaseModel):
     """Why a job failed."""
 
@@ -147,10 +154,16 @@ class StoreAnswer(BaseModel):
 
 
 class StoreDetails(StoreAnswer):
-    """A store with its documents in order, its size on disk, and how it was made."""
+    """A store with its documents in order, its size on disk, and how it was made. It is deleted when it was
+    not used for `expires_after` seconds, unless that is null or it is `pinned`; `last_used` is in seconds
+    since 1970, null where it was not asked since the server began.
+    """
 
     spans: list[Document]
     bytes: int
+    pinned: bool
+    expires_after: int | None
+    last_used: int | None
     dtype: str
     kv: dict[str, str]
     prefill: dict[str, Any]
@@ -196,11 +209,13 @@ def router() -> APIRouter:
     @routes.get("/v1/stores/{name}", **more)
     def store(service: AppService, name: Name) -> StoreDetails:
         """One store, with its documents."""
-        entry, path = service.jobs.store(name)
-        opened = KVStore.open(path)
-        made = {name: getattr(opened.manifest, name) for name in ("dtype", "kv", "prefill", "template")}
-        shared, size = _fields(entry, "recall", "digest"), sum(opened.cost().values())
-        return StoreDetails(**shared, **made, spans=list(opened.documents), bytes=size)
+        return _details(service, name)
+
+    @routes.post("/v1/stores/{name}", **more)
+    def keep(service: AppService, name: Name, asked: Kept) -> StoreDetails:
+        """Pin a store, or say after how many seconds without a use it expires."""
+        service.jobs.keep(name, **asked.model_dump(include={"pinned", "expires_after"}, exclude_unset=True))
+        return _details(service, name)
 
     @routes.post("/v1/stores/{name}/append", status_code=202, openapi_extra=_body(Texts), **more)
     async def append(request: Request, service: AppService, name: Name) -> JobAnswer:
@@ -302,6 +317,21 @@ def _model(entry: Entry) -> ServedModel:
     created = datetime.fromtimestamp(entry.created, UTC)
     more = {"parent": parent, "display_name": entry.name, "created_at": created, **_fields(entry)}
     return ServedModel(object="model", owned_by="offload-decode", **more)
+
+
+def _details(service: Service, name: str) -> StoreDetails:
+    entry, path = service.jobs.store(name)
+    opened, keeping = KVStore.open(path), service.jobs.kept.of(entry)
+    made = {name: getattr(opened.manifest, name) for name in ("dtype", "kv", "prefill", "template")}
+    return StoreDetails(
+        **_fields(entry, "recall", "digest"),
+        **made,
+        spans=list(opened.documents),
+        bytes=sum(opened.cost().values()),
+        pinned=keeping.pinned,
+        expires_after=keeping.expires_after,
+        last_used=None if keeping.last_used is None else int(keeping.last_used),
+    )
 
 
 def _fields(entry: Entry, *more: str) -> dict[str, Any]:

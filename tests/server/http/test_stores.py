@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
@@ -117,6 +118,22 @@ def test_a_store_is_made_of_texts(client, shelf, says):
     assert [one["id"] for one in client.get("/v1/jobs").json()["data"]] == [job["id"]]
 
 
+def test_a_store_is_pinned_and_expires(client, shelf):
+    keep = {"pinned": True, "expires_after": 3600}
+    before = client.get("/v1/stores/book").json()
+    assert [before[name] for name in ("pinned", "expires_after", "last_used")] == [False, None, None]
+    assert client.post("/v1/stores/book", json=keep).json().items() >= keep.items()
+    told = client.post("/v1/stores/book", json={"pinned": False}).json()
+    assert (told["pinned"], told["expires_after"]) == (False, 3600)
+    assert abs(told["last_used"] - time.time()) < 60
+    assert client.post("/v1/stores/book", json={"expires_after": None}).json()["expires_after"] is None
+    error(client.post("/v1/stores/other", json=keep), 404)
+    for wrong in ({"pinned": 1}, {"expires_after": 0}, {"expires_after": 1.5}, {"expires_after": 10**10}, []):
+        error(client.post("/v1/stores/book", json=wrong), 400)
+    client.delete("/v1/stores/book")
+    assert list((shelf / ".kept").iterdir()) == []
+
+
 def test_half_a_character_in_a_text_is_the_replacement_character(client, shelf, says):
     says([HALF, WAIT])
     made = client.post("/v1/stores", content=rb'{"name": "new", "text": "a\ud800"}', headers=JSON).json()
@@ -220,14 +237,14 @@ def test_a_read_only_server_refuses_changes(opened):
     client = opened(read_only=True)
     assert client.get("/v1/stores/book").status_code == 200
     assert client.get("/v1/jobs").json()["data"] == []
-    for method, path in (("POST", "/v1/stores"), ("POST", "/v1/stores/book/append")):
-        said = error(client.request(method, path, json={"name": "x", "text": "a"}), 403)
+    for path in ("", "/book", "/book/append"):
+        said = error(client.post(f"/v1/stores{path}", json={"name": "x", "text": "a"}), 403)
         assert said["code"] == "read_only"
     error(client.delete("/v1/stores/book"), 403)
 
 
 def test_an_address_names_all_the_methods_it_takes(client):
-    for path, methods in (("", "GET, POST"), ("/book", "GET, DELETE"), ("/book/append", "POST")):
+    for path, methods in (("", "GET, POST"), ("/book", "GET, POST, DELETE"), ("/book/append", "POST")):
         refused = client.request("PATCH", f"/v1/stores{path}")
         error(refused, 405)
         assert refused.headers["Allow"] == methods
