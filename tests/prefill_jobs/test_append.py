@@ -25,6 +25,7 @@ CHAT = (
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 TEXTS = [TextDocument(f"{name}.txt", f"{name} has {n}. " * (9 + 5 * n)) for n, name in enumerate("abcde")]
+SHORT = [TextDocument(one.name, one.text[: 40 + 16 * n]) for n, one in enumerate(TEXTS)]
 
 
 def loaded(family: str = "gemma2", template: str | None = None, **changes: Any) -> LoadedModel:
@@ -68,8 +69,8 @@ FAMILIES = ["llama", "gemma2", "qwen3_next", "deepseek_v3", "gpt-oss", "lfm2", "
 def test_two_appends_are_one_prefill(tmp_path, family, template):
     """Windows, chunks of attention, recurrent states and latents included."""
     model = loaded(family, template)
-    store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:3], TEXTS[3:]], settings())
-    prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())
+    store = grown(model, tmp_path, [SHORT[:2], SHORT[2:3], SHORT[3:]], settings())
+    prefill_texts(model, SHORT, tmp_path / "whole.kv", settings())
     assert tree(store) == tree(tmp_path / "whole.kv")
 
 
@@ -88,8 +89,8 @@ def test_two_appends_are_one_prefill(tmp_path, family, template):
 )
 def test_with_every_method_and_encoding(tmp_path, how):
     model = loaded()
-    store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:4], TEXTS[4:]], how)
-    prefill_texts(model, TEXTS, tmp_path / "whole.kv", how)
+    store = grown(model, tmp_path, [SHORT[:2], SHORT[2:4], SHORT[4:]], how)
+    prefill_texts(model, SHORT, tmp_path / "whole.kv", how)
     assert tree(store) == tree(tmp_path / "whole.kv")
 
 
