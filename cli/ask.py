@@ -159,7 +159,7 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
             output.note(cited_text(engine.cited(watch)))
     for difference in _differences(manifest, engine.loaded.weights):
         output.note(difference)
-    if cost.tail_rows:
+    if cost.tail_rows and not engine.selector.bound:
         output.note(
             "Sampling the unselected tokens leaves the denominator of the attention uncertain by "
             f"{cost.tail_error:.2%} (standard error, mean)."
@@ -261,11 +261,23 @@ def describe(cost: StepStats, engine: Conversation, stored: int | None = None) -
         "speed": f"{1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
         "moved": f"{output.size(cost.bytes_moved)} of stored keys and values{bus}",
         **engine.selector.report(),
+        **_stated_error(cost, engine),
         "attention": f"{where}{cached}",
         "time": f"{cost.total_s:.2f} s: {spent}, the rest of the model {other:.2f}",
         "loading": f"{engine.loaded.loading:.2f} s before, for the model",
     }
     return "\n".join(f"{name:9} {value}" for name, value in told.items())
+
+
+def _stated_error(cost: StepStats, engine: Engine) -> dict[str, str]:
+    bound = engine.selector.bound
+    if bound is None or not cost.tail_rows:
+        return {}
+    whole = cost.whole_rows / cost.tail_rows
+    return {
+        "error": f"{cost.tail_error:.2%} of a head's output is stated in the mean, and kept to in "
+        f"{bound.share:.4g} of the cases; {whole:.1%} of the queries attended to everything"
+    }
 
 
 def _ask_collection(

@@ -137,7 +137,7 @@ def prefill_methods() -> list[str]:
 def selector_options() -> list[str]:
     tails = [f"tail={kind}" for kind in ("off", "auto", "clusters", "sample")]
     indexes = [f"index={kind}" for kind in index_kinds()]
-    return ["budget=", "schedule=linear", "dense_layers=", *tails, *indexes]
+    return ["budget=", "error=0.05@0.95", "schedule=linear", "dense_layers=", *tails, *indexes]
 
 
 def stores(incomplete: str) -> Iterator[str]:

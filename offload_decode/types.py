@@ -194,7 +194,7 @@ class PageSelection:
     shared: bool
 
 
-COUNTS = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses")
+COUNTS = ("rows", "selected", "whole_rows", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses")
 SECONDS = ("search_s", "gather_s", "attend_s")
 """Fields of `StepStats` that add up."""
 
@@ -207,12 +207,14 @@ class StepStats:
     where tokens are attended to. `cache_hits`, `cache_misses`: rows that the device's cache held, and that it
     did not. `attended`: how many attentions to stored tokens were computed on the `host`, on the `device`.
     `tail_error`: where the unselected tail was sampled, the relative standard error of the attention's
-    denominator as the draws state it, the mean over `tail_rows` rows.
+    denominator as the draws state it, the mean over `tail_rows` rows; of an error bound the error of the
+    output that is stated of each row, and `whole_rows` of these attended to everything.
     """
 
     tokens: int = 0
     rows: int = 0
     selected: int = 0
+    whole_rows: int = 0
     bytes_moved: int = 0
     bus_bytes: int = 0
     cache_hits: int = 0

@@ -53,6 +53,7 @@ _WANTED = 100  # keys of each query, of which some may be cells of their own
 _MANY = 1024  # keys, for which the deviations are tuned too
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
+_UNBOUNDED = 1e6  # no key is so many deviations from the mean of a cell that it changes
 _ROWS = 64  # of one head, searched together: they share what they scan
 _CELLS_OF_A_PART = 1024  # of a head, at least: to search fewer takes hardly longer than to share the work
 _CANDIDATES = 1 << 22  # of these rows, in memory at once
@@ -154,8 +155,12 @@ class ClusteredIndex(ApproximateIndex):
         return (own, per_task) if _parts(own, len(heads) * -(-rows // per_task)) == 1 else None
 
     @classmethod
-    def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
-        """As `VectorIndex.search_heads`, in one compiled call for each thread."""
+    def search_heads(
+        cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int, every_cell: bool = False
+    ) -> Hits:
+        """As `VectorIndex.search_heads`, in one compiled call for each thread. every_cell: none is left out,
+        so that no key of a high score is overlooked, wherever it lies.
+        """
         check_heads(heads, queries)
         own = [head for head in heads if isinstance(head, ClusteredIndex)]
         if len({(head.keys.dtype, head.dim) for head in own}) != 1 or len(own) != len(heads):
@@ -165,15 +170,16 @@ class ClusteredIndex(ApproximateIndex):
         rows = queries.shape[1]
         checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
         pruned = np.array([not head.scans(check_count(k)) for head in own]) & (rows > 0)
+        deviations = [_UNBOUNDED] * int(pruned.sum()) if every_cell else None
         if pruned.all():
-            return _searched(own, checked, k)
+            return _searched(own, checked, k, deviations)
         hits = Hits(np.empty((len(own), rows, k), np.int64), np.empty((len(own), rows, k), np.float32))
         for some in (pruned, ~pruned):
             if not some.any():
                 continue
             part_of = [head for head, taken in zip(own, some, strict=True) if taken]
             if some is pruned:
-                part = _searched(part_of, checked[some], k)
+                part = _searched(part_of, checked[some], k, deviations)
             else:
                 part = FlatIndex.search_heads([head.flat for head in part_of], checked[some], k)
             hits.ids[some], hits.scores[some] = part.ids, part.scores

@@ -8,12 +8,14 @@ kernels take float32 alone; widening a prefix for them takes longer than attendi
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries, empty_state, joined
 from offload_decode.attention.rows import HeadRows, LayerRows, head_bits
+from offload_decode.common.rows.arrays import Float32
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import prefetch_row
 from offload_decode.common.rows.scan import (
@@ -53,6 +55,30 @@ def attend_all(
         for start in range(0, rows, TOGETHER)
     ]
     return parts[0] if len(parts) == 1 else joined(parts, 1)
+
+
+def attend_groups(
+    query: Float32,
+    keys: LayerRows,
+    values: LayerRows,
+    width: int,
+    group: int,
+    skipped: npt.NDArray[np.bool_],
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[Float32, Float32]:
+    """From `query [H, R, D]` to every `group` consecutive tokens apart, P groups of S tokens in all, without
+    those that a row has `skipped [H, R, S]`: `out [P, H, R, width]`, `lse [P, H, R]`.
+    """
+    count = query.shape[1]
+    rows = _padded(query)
+    left_out = np.zeros((*rows.shape[:2], skipped.shape[2]), np.bool_)
+    left_out[:, :count] = skipped
+    out = np.zeros((-(-keys.length // group), *rows.shape[:2], width), np.float32)
+    lse = np.full(out.shape[:3], -np.inf, np.float32)
+    logits = np.float32(scaling), np.float32(softcap or 0.0)
+    _attend_parts(cells(), (rows, query.shape[2], keys, values, group, left_out, *logits), out, lse)
+    return out[:, :, :count], lse[:, :, :count]
 
 
 def attend_tensors(
@@ -103,15 +129,23 @@ def _attend_rows(
     query: Tensor, keys: LayerRows, values: LayerRows, width: int, scaling: float, softcap: float | None
 ) -> AttentionState:
     """From `query [H, R, D]`: `out [H, R, width]`, `lse [H, R]`."""
-    heads, count, dim = query.shape
-    rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
-    rows[:, :count, :dim] = query.float().numpy()
+    count = query.shape[1]
+    rows = _padded(query.float().numpy())
     step = _step(keys.length)
+    none = np.empty((*rows.shape[:2], 0), np.bool_)
     out = np.zeros((-(-keys.length // step), *rows.shape[:2], width), np.float32)
     lse = np.full(out.shape[:3], -np.inf, np.float32)
     logits = np.float32(scaling), np.float32(softcap or 0.0)
-    _attend_layer(cells(), (rows, dim, keys, values, step, *logits), out, lse)
+    _attend_layer(cells(), (rows, query.shape[2], keys, values, step, none, *logits), out, lse)
     return AttentionState(torch.from_numpy(out[0, :, :count]), torch.from_numpy(lse[0, :, :count]))
+
+
+def _padded(query: Float32) -> Float32:
+    """Rows as many, and as wide, as are scored at once; zeros behind those of `query [H, R, D]`."""
+    heads, count, dim = query.shape
+    rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
+    rows[:, :count, :dim] = query
+    return rows
 
 
 def state_bytes(length: int, heads: int, rows: int, value_dim: int) -> int:
@@ -129,10 +163,15 @@ def _attend_layer(team: Any, given: Any, out: Any, lse: Any) -> None:
     """All parts of all heads, merged in the first of `out [P, H, R, Dv]` and of `lse [P, H, R]`; `given` is
     what `_attend_task` unpacks.
     """
-    body, data = closure(_attend_task, (given, out, lse))
-    fork(team, body, data, lse.shape[0] * lse.shape[1])
+    _attend_parts(team, given, out, lse)
     for part in range(1, len(out)):
         _merge(out[0], lse[0], out[part], lse[part])
+
+
+@njit(nogil=True, cache=True)
+def _attend_parts(team: Any, given: Any, out: Any, lse: Any) -> None:
+    body, data = closure(_attend_task, (given, out, lse))
+    fork(team, body, data, lse.shape[0] * lse.shape[1])
 
 
 @njit(nogil=True, cache=True)
@@ -145,13 +184,13 @@ def _merge(out: Any, lse: Any, other: Any, lse_of_other: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def _attend_task(task: int, given: Any, out: Any, lse: Any) -> None:
-    rows, dim, keys, values, step, scaling, softcap = given
+    rows, dim, keys, values, step, skipped, scaling, softcap = given
     part, head = task // len(rows), task % len(rows)
     own = slice(part * step, min(part * step + step, keys.length))
     key, value = head_bits(keys, head)[own], head_bits(values, head)[own]
-    logits = scaling, softcap
+    how = skipped[head, :, own], scaling, softcap
     _attend_part(
-        rows[head], dim, key, keys.layout, value, values.layout, *logits, out[part, head], lse[part, head]
+        rows[head], dim, key, keys.layout, value, values.layout, *how, out[part, head], lse[part, head]
     )
 
 
@@ -177,12 +216,15 @@ def _attend_part(
     key_layout: int,
     values: Any,
     value_layout: int,
+    skipped: Any,
     scaling: Any,
     softcap: Any,
     out: Any,
     lse: Any,
 ) -> None:
-    """From `rows [R, W]` of `dim` channels to the tokens of one part; a softcap of 0 is none."""
+    """From `rows [R, W]` of `dim` channels to the tokens of one part without those of `skipped [R, S]`, or
+    `[R, 0]`; a softcap of 0 is none.
+    """
     # What lies behind the last token of the last block is of no weight, and must be finite.
     key, value = np.zeros((BLOCK, rows.shape[1]), np.float32), np.zeros((BLOCK, out.shape[1]), np.float32)
     weights, sums = np.zeros((len(rows), BLOCK), np.float32), np.empty(SUMS, np.float32)
@@ -195,6 +237,9 @@ def _attend_part(
         for r in range(len(rows)):
             weights[r, tokens:] = -np.inf
             _cap(weights[r, :tokens], scaling, softcap)
+            for t in range(start, min(start + tokens, skipped.shape[1])):
+                if skipped[r, t]:
+                    weights[r, t - start] = -np.inf
             _weigh(weights[r], r, highest, total, out)
         widen_block(values[start : start + tokens], value_layout, out.shape[1], value)
         _fetch(keys, start + BLOCK)

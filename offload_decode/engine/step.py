@@ -153,13 +153,18 @@ class StoredPrefix:
     def _attend_part(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         self.host.store.check_mapped(layer)
         began = time.perf_counter()
-        attended = None if self.one_pass is None else self.one_pass.attend(layer, queries)
+        attended = self.selector.attend(layer, queries)
+        if attended is None and self.one_pass is not None:
+            attended = self.one_pass.attend(layer, queries)
         selection: Selection | PageSelection
         if attended is not None:
             selection, state = attended.selection, attended.state
             self.stats.take(time.perf_counter() - began, attended.searching, attended.read)
-            assert selection.ids is not None
-            self._take(layer, queries.vectors.shape[:2].numel(), selection.ids.numel())
+            rows = queries.vectors.shape[:2].numel()
+            self._take(layer, rows, attended.tokens)
+            if attended.stated is not None:
+                self.stats.add_tail_error(attended.stated, rows)
+                self.stats.whole_rows += attended.whole
         else:
             selection = on_host(self.chosen.select(layer, queries))
             self.stats.search_s += time.perf_counter() - began
@@ -251,6 +256,10 @@ class ScatteredPrefix(StoredPrefix):
     def __init__(self, whole: StoredPrefix, ask: Ask):
         super().__init__(whole.host, whole.chosen)
         self.by_token = False
+        if whole.selector.bound is not None:
+            raise ConfigError(
+                "error= bounds the output of a head, of which each worker sees a part: give a budget"
+            )
         if whole.selector.remembers:
             raise ConfigError(
                 f"selector '{whole.selector.name}' remembers a conversation, which workers with a part of "

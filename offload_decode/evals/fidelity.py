@@ -150,7 +150,7 @@ def measure(
     jobs = [
         (contender, budget)
         for contender in plan.contenders
-        for budget in ((EVERYTHING,) if contender.selector == DENSE else plan.budgets)
+        for budget in ((EVERYTHING,) if _has_own(contender) else plan.budgets)
     ]
     asked = plan.tokens * len(plan.questions)
     total = asked + len(jobs) * (2 * asked + len(recorded.sampled_tokens(store)))
@@ -166,7 +166,7 @@ def measure(
 
     entries, failures = [], []
     for contender, budget in jobs:
-        per_layer = budgets[DENSE if contender.selector == DENSE else budget]
+        per_layer = budgets[DENSE if _has_own(contender) else budget]
         amounts = [k for k in per_layer.values() if k is not None]
         try:
             prefix = _create(host, plan, contender, budget)
@@ -288,8 +288,13 @@ def _largest(prefix: StoredPrefix) -> dict[int, int | None]:
     return {layer: own.largest if own else None for layer, own in prefix.selector.budgets.items()}
 
 
+def _has_own(contender: Contender) -> bool:
+    """It attends to as many tokens as there are, or as the error that it keeps to asks for."""
+    return contender.selector == DENSE or "error" in contender.options
+
+
 def _create(host: HostKV, plan: FidelityPlan, contender: Contender, budget: str) -> StoredPrefix:
     # What a selector has as its own default must not set it apart.
     same = {"schedule": SelectorOptions.schedule, "dense_layers": SelectorOptions.dense_layers, **plan.common}
-    options = {**same, **contender.options, "budget": budget}
+    options = {**same, **contender.options, **({} if "error" in contender.options else {"budget": budget})}
     return StoredPrefix.over(host, host.store.manifest.shape, contender.selector, options)

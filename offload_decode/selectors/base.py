@@ -10,10 +10,29 @@ from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV
-from offload_decode.selectors.budgets import PASS_TOKENS, Budgets
-from offload_decode.types import ModelShape, PageSelection, Selection
+from offload_decode.selectors.budgets import PASS_TOKENS, Budgets, ErrorBound
+from offload_decode.types import AttentionState, ModelShape, PageSelection, Selection
 
 EVERYTHING = Selection(ids=None)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """A state `[Hkv, R, …]` over the stored tokens, what was selected, how many tokens the rows attended to
+    in all, the bytes of keys and values that were read, and the share of the time that the search took.
+    stated: the mean over the rows of the error that is stated of their output, where one is; whole: how many
+    of them attended to everything for it.
+    """
+
+    state: AttentionState
+    selection: Selection
+    tokens: int
+    read: int
+    searching: float
+    stated: float | None = None
+    whole: int = 0
+
+
 StateT = TypeVar("StateT")
 
 
@@ -55,6 +74,7 @@ class Selector(ABC):
     pass_tokens: ClassVar[int] = PASS_TOKENS
     one_question: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
+    bound: ErrorBound | None = None  # on the error of what rows attend to, stated by `attend`
 
     def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
         self.options = options
@@ -69,6 +89,12 @@ class Selector(ABC):
     @abstractmethod
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
         """At most `k ≤ N` tokens for each row, best first: a smaller budget takes a prefix of them."""
+
+    def attend(self, layer: int, queries: Queries) -> Attended | None:
+        """Choose and attend in one, for a selector that decides by what it has attended to; None, as here,
+        leaves it to the step to attend to what `choose` gives.
+        """
+        return None
 
     def takes_all(self, layer: int, k: int) -> bool:
         """Whether to attend to everything in a layer, because that is faster than to choose k tokens."""

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from statistics import NormalDist
+from typing import NamedTuple, Self
 
 from offload_decode.common.errors import ConfigError
 
@@ -21,6 +22,44 @@ LEAST_PASS = 16
 def pass_tokens(limit: int, batch: int = 1) -> int:
     """Tokens of each of `batch` sequences that are run in one pass."""
     return max(LEAST_PASS, limit // batch) if batch > 1 else limit
+
+
+@dataclass(frozen=True)
+class ErrorBound:
+    """Relative to its length, the output of a head is to be no farther than `error` from dense attention's
+    with the probability `share`.
+    """
+
+    error: float
+    share: float
+
+    @classmethod
+    def parse(cls, stated: str) -> Self:
+        """As users write it, `0.05@0.95`; raises `ConfigError`."""
+        error, _, share = stated.partition("@")
+        try:
+            found = cls(float(error), float(share))
+        except ValueError as problem:
+            raise ConfigError(
+                f"error '{stated}' is no error and how often it is kept to, as in 0.05@0.95"
+            ) from problem
+        if not (0 < found.error < 1 and 0.5 <= found.share < 1):
+            raise ConfigError(
+                f"error '{stated}' is out of range: the error is more than 0 and less than 1, and how often "
+                "it is kept to at least 0.5 and less than 1, as in 0.05@0.95"
+            )
+        return found
+
+    @property
+    def normal(self) -> float:
+        """The quantile of the normal distribution below which `share` lies, and `normal_of_sum` between which
+        and its negative.
+        """
+        return NormalDist().inv_cdf(self.share)
+
+    @property
+    def normal_of_sum(self) -> float:
+        return NormalDist().inv_cdf((1 + self.share) / 2)
 
 
 class HeadBudget(NamedTuple):

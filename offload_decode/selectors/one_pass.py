@@ -20,22 +20,11 @@ from offload_decode.indexes.clusters.estimate import Given, estimate_task
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.indexes.clusters.search import UNPREDICTED, Best, search_task
 from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import Attended
 from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.topk import TopK
 from offload_decode.selectors.unselected import ClusterEstimate, Tail
 from offload_decode.types import AttentionState, Selection
-
-
-@dataclass(frozen=True)
-class Attended:
-    """A state `[Hkv, R, …]` over the stored tokens, what was selected, the bytes of the values read, and the
-    share of the time that the search took.
-    """
-
-    state: AttentionState
-    selection: Selection
-    read: int
-    searching: float
 
 
 class _Ready(NamedTuple):
@@ -104,6 +93,7 @@ class OnePass:
         return Attended(
             AttentionState(*map(torch.from_numpy, states[0])),
             Selection(torch.from_numpy(best.ids[0]), torch.from_numpy(best.scores[0])),
+            best.ids.size,
             tokens * values[0].row_bytes,
             spent[0, 0] / max(1, spent[0, 0] + spent[0, 1]),
         )

@@ -12,12 +12,17 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from offload_decode.attention.host_tokens import score_tokens
 from offload_decode.attention.queries import Queries
+from offload_decode.attention.rows import Rows
 from offload_decode.common.errors import ConfigError, OffloadDecodeWarning, VectorIndexError
 from offload_decode.indexes import registry
 from offload_decode.indexes.base import Hits, VectorIndex
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.kv.indexes import AUTO, DEFAULT, class_of, examine, index_path, kind_folder
-from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.base import Attended, Selector, SelectorOptions
+from offload_decode.selectors.budgets import ErrorBound, HeadBudget, LayerBudget
+from offload_decode.selectors.error_bound import RUNGS, WithinError
 from offload_decode.selectors.scores import top_inner_products
 from offload_decode.store.base import Store
 from offload_decode.types import Selection
@@ -47,12 +52,15 @@ class Options(SelectorOptions):
     """`index`: the kind of index; `auto` is the clusters where they are built, else flat. `tail`: as for all,
     or `auto`: `clusters` where these are searched, else `off`. `crossover`: attend to everything where this
     machine does that faster than it searches, which is measured once: `yes`, `no`, or `auto`, which is yes in
-    commands unless an index or a tail is asked for.
+    commands unless an index or a tail is asked for. `error`: how far from dense attention the output of a
+    head may be, relative to its length, and how often it keeps to that, as in `0.05@0.95`, in place of a
+    budget and a tail.
     """
 
     index: str = "auto"
     tail: str = "auto"
     crossover: str = "auto"
+    error: str = ""
 
 
 class TopK(Selector):
@@ -73,9 +81,29 @@ class TopK(Selector):
             raise ConfigError(
                 f"crossover '{self.options.crossover}' is unknown: choose {', '.join(CROSSOVER)}"
             )
+        self.within = self._within() if self.options.error else None
+
+    def _within(self) -> WithinError:
+        self.bound = ErrorBound.parse(self.options.error)
+        for name in ("budget", "schedule", "tail"):
+            if getattr(self.options, name) != getattr(Options, name):
+                raise ConfigError(f"error= finds its own tokens for each query: leave {name}= out")
+        if self.shape.latent:
+            raise ConfigError(
+                "error= bounds what heads put out, and the latents of this model are no output: give a budget"
+            )
+        if self.host.device.type != "cpu":
+            raise ConfigError("error= attends in host memory: give a budget, or run with --device cpu")
+        most = LayerBudget((HeadBudget(min(RUNGS[-1].best, self.host.length)),) * self.shape.kv_heads)
+        self.budgets = {layer: own and most for layer, own in self.budgets.items()}
+        return WithinError(self.host, self.bound, self.indexes.search_thoroughly)
 
     def takes_all(self, layer: int, k: int) -> bool:
-        """Also where a search reads every key: to read the values with them takes no longer, and is exact."""
+        """Also where a search reads every key: to read the values with them takes no longer, and is exact.
+        Many rows need the second rung of an error bound, and few the third.
+        """
+        if self.within is not None:
+            k = min(k, RUNGS[1].best)
         return k > self.largest_k or (self.fastest and self.indexes.scans(layer, k))
 
     @property
@@ -88,6 +116,12 @@ class TopK(Selector):
         where = "" if dense == len(asked) else f" in {dense} of {len(asked)} layers"
         told = {"attends": f"to everything{where}, which is faster there"} if dense else {}
         return {"index": self.indexes.describe(), **told}
+
+    def attend(self, layer: int, queries: Queries) -> Attended | None:
+        budget = self.budgets[layer]
+        if self.within is None or budget is None:
+            return None
+        return self.within.attend(layer, queries, self.takes_all(layer, budget.largest))
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The index's k best; with their scores where the index knows them exactly."""
@@ -151,6 +185,19 @@ class HeadIndexes:
         """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
         own = self.layer(layer, len(queries))  # which may change the kind
         return self._class.search_heads(own, queries, k)
+
+    def search_thoroughly(self, layer: int, heads: Sequence[int], queries: npt.NDArray[Any], k: int) -> Hits:
+        """As `search`, of some KV heads, with exact scores; of clusters every cell is scanned."""
+        every = self.layer(layer, self.store.manifest.shape.kv_heads)
+        own = [every[head] for head in heads]
+        if self.kind == ClusteredIndex.name:
+            return ClusteredIndex.search_heads(own, queries, k, every_cell=True)
+        hits = self._class.search_heads(own, queries, k)
+        if self.exact_scores:
+            return hits
+        keys = [Rows(self.store.keys(layer, head)) for head in heads]
+        scores = score_tokens(torch.from_numpy(queries), keys, torch.from_numpy(hits.ids))
+        return Hits(hits.ids, scores.numpy())
 
     def scans(self, layer: int, k: int) -> bool:
         """Whether an index of this layer was tuned to read every key, or does for so many."""

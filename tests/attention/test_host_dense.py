@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_decode.attention import host_dense
-from offload_decode.attention.host_dense import BLOCK, attend_all, attend_tensors
+from offload_decode.attention.host_dense import BLOCK, attend_all, attend_groups, attend_tensors
 from offload_decode.attention.queries import attend, empty_state
 from offload_decode.attention.rows import HeadRows, Rows
 from tests.attention.test_host_tokens import CPU, FORMS, PAIRS, stored
@@ -149,3 +149,28 @@ def test_what_it_holds_is_stated(monkeypatch):
         finally:
             tracemalloc.stop()
         assert 0.5 * held <= host_dense.state_bytes(4000, 2, rows, 64) <= 2 * held
+
+
+@pytest.mark.parametrize(("n", "group"), [(128, 64), (100, 32), (7, 64)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_groups_are_attended_to_apart_and_without_what_a_row_skips(n, group, softcap):
+    keys, values = stored("float16", 2, n, 24, 1), stored("float16", 2, n, 16, 2)
+    query = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(3))
+    skipped = np.random.default_rng(4).random((2, 5, n)) < 0.4
+    skipped[0, 1] = True
+    out, lse = attend_groups(query.numpy(), keys.compiled, values.compiled, 16, group, skipped, 0.3, softcap)
+    assert lse.shape == (-(-n // group), 2, 5)
+    for number, (own, of) in enumerate(zip(out, lse, strict=True)):
+        part = slice(number * group, (number + 1) * group)
+        key, value = (
+            torch.stack([head.read(slice(None), CPU)[part] for head in rows])[None] for rows in (keys, values)
+        )
+        for row in range(5):
+            seen = torch.from_numpy(~skipped[None, :, row : row + 1, part])
+            expected = attend(query[None, :, row : row + 1], key, value, 0.3, seen, softcap)
+            torch.testing.assert_close(
+                torch.from_numpy(own[:, row]), expected.out[0, :, 0], atol=1e-5, rtol=1e-5
+            )
+            torch.testing.assert_close(
+                torch.from_numpy(of[:, row]), expected.lse[0, :, 0], atol=1e-5, rtol=1e-5
+            )

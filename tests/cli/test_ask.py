@@ -19,6 +19,15 @@ def test_the_answer_says_where_it_was_attended_to(store):
     assert "100% on the host" in ran.err
 
 
+def test_the_answer_says_how_far_it_may_be_from_dense_attention(store):
+    asked = ("ask", store, "What is the colour of thing 3?", "-o", "error=0.05@0.95", "--max-new-tokens", "3")
+    stats = json_of(*asked)["stats"]
+    assert stats["tail_rows"] == stats["rows"]
+    assert stats["tail_error"] <= 0.05
+    assert "kept to in 0.95 of the cases" in run(*asked, "--stats").err
+    assert "leave budget= out" in refused(2, *asked, "-o", "budget=64")
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -24,9 +24,9 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.selectors.base import Memory, Selector
+from offload_decode.selectors.base import Attended, Memory, Selector
 from offload_decode.selectors.budgeted import Budgeted
-from offload_decode.selectors.one_pass import Attended, OnePass
+from offload_decode.selectors.one_pass import OnePass
 from offload_decode.selectors.query_free import Dense
 from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK
@@ -348,6 +348,13 @@ def test_a_dense_layer_is_dense_for_all_and_not_measured(loaded: LoadedModel, st
     (entry,) = measure(loaded, store, plan).entries
     assert {head.layer for head in entry.live.heads} == {1, 2}
     assert entry.attended == 4
+
+
+def test_one_that_keeps_to_an_error_has_no_budget(loaded: LoadedModel, store: KVStore) -> None:
+    plan = FidelityPlan((Contender("topk", {"error": "0.05@0.95"}),), ("4", "8"), (QUESTION,), 3)
+    (entry,) = measure(loaded, store, plan).entries
+    assert entry.budget == "100%"
+    assert entry.live.error.p99 < 1e-5, "so few tokens are all attended to"
 
 
 def test_one_that_fails_leaves_the_others(

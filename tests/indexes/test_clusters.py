@@ -119,6 +119,21 @@ def test_more_deviations_read_more_and_all_of_them_find_what_a_whole_scan_finds(
     assert found[-1] > 0.98
 
 
+def test_every_cell_is_searched_where_no_key_may_be_overlooked() -> None:
+    """A key of one topic in a cell of another, along a query that was never stored."""
+    index = built()
+    queries = foreign_queries(64, seed=8)
+    best = exact_scores(queries, index.keys).argmax(axis=1)
+    assert index.recall is not None
+    index.recall = dataclasses.replace(index.recall, value=0.0)
+    index.recall_of_many = None
+    some, every = (
+        ClusteredIndex.search_heads([index], queries[None], 16, every_cell=whole) for whole in (False, True)
+    )
+    found = [(hits.ids[0] == best[:, None]).any(1).mean() for hits in (some, every)]
+    assert found[0] < found[1] == 1
+
+
 def test_hits_below_the_exact_scan_are_scored_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     index, queries = built(), foreign_queries(9, seed=8)
     monkeypatch.setattr(index, "flat", None)
