@@ -269,7 +269,7 @@ def describe(cost: StepStats, engine: Conversation, stored: int | None = None) -
     return "\n".join(f"{name:9} {value}" for name, value in told.items())
 
 
-def _stated_error(cost: StepStats, engine: Engine) -> dict[str, str]:
+def _stated_error(cost: StepStats, engine: Conversation) -> dict[str, str]:
     bound = engine.selector.bound
     if bound is None or not cost.tail_rows:
         return {}
