@@ -3,8 +3,8 @@
 With `--texts FOLDER`, documents are written from these texts to the folder --out: in a piece of each, one
 made-up article is planted (`evals/tasks/made_up_articles.py`). Collect them as the script says, and run it
 again: its questions ask for one fact, for one of two documents together, and for facts that are nowhere.
-It prints how many answers hold the fact, or say that the text does not have it, and the time of a token. The
-same command goes on where it was stopped.
+It prints how many answers hold the fact, or say that the text does not have it, and the processor's time for
+each token. The same command goes on where it was stopped.
 """
 
 import json
@@ -29,11 +29,11 @@ from offload_decode.prefill_jobs.joined import joined_store
 
 REFUSAL = "not in the text"
 SYSTEM = f"Answer in a few words from the text. Where the text does not say, answer: {REFUSAL}."
-NEW = 12
+FORM = "According to the text: {}"
+NEW = 10
 ABSENT = 400  # articles from here on are in no document
 TWO = "two documents"
 KINDS = "one fact", TWO, "no document"
-CONTROL = "the question alone"
 
 
 def write_documents(texts: Path, out: Path, count: int, characters: int) -> None:
@@ -63,34 +63,42 @@ def asked(documents: int, count: int) -> list[tuple[str, Asked]]:
 
 
 class Answers:
-    """Answers in every way, from the documents of a collection."""
+    """Answers in several ways, from the documents of a collection."""
 
     def __init__(self, path: Path, model: str | None):
         self.collection = Collection(path)
         self.loaded = load(model or self.collection.header.model_id)
         self.engines: dict[str, Engine] = {}
 
-    def __call__(self, way: str, question: str) -> tuple[str, float]:
-        """The text, and the milliseconds that each token after the first took, where they can be told."""
-        name, number = way.rsplit(" ", 1) if way[-1].isdigit() else (way, "1")
-        entries = best(self.collection, question, int(number), self.collection.entries)
-        engines = [self._engine(entry) for entry in entries]
-        if name in WAYS:
-            joint = Joint(engines, name)
-            logits = joint.ask(question, weights(self.collection, question, entries))
-            began = time.perf_counter()
-            tokens = list(joint.generate(logits, NEW))
-            return engines[0].decode(tokens), 1000 * (time.perf_counter() - began) / max(1, len(tokens))
-        if name == "read":
-            return Reading(engines).answer(
-                question, weights(self.collection, question, entries), NEW
-            ).text, 0.0
-        if name == "exact":
+    def __call__(self, way: str, question: str) -> Iterator[tuple[str, str, float]]:
+        """In a way, or in all that join distributions (`join`): its name, the text, and the milliseconds of
+        the processor that each token took, where they can be told.
+        """
+        name, _, number = way.partition(" ")
+        entries = best(self.collection, question, int(number or 1), self.collection.entries)
+        engines, put = [self._engine(entry) for entry in entries], FORM.format(question)
+        given = weights(self.collection, question, entries)
+        if name == "join":
+            asked = Joint(engines, "pced")
+            logits = asked.ask(put, given)
+            for own in WAYS:
+                joint = asked.fork()
+                joint.way = own
+                began = time.process_time()
+                tokens = list(joint.generate(logits, NEW))
+                ms = 1000 * (time.process_time() - began) / max(1, len(tokens))
+                yield f"{own} {number}", engines[0].decode(tokens), ms
+        elif name == "read":
+            yield way, Reading(engines).answer(put, given, NEW).text, 0.0
+        elif name == "exact":
             stores = [self.collection.store(entry) for entry in sorted(entries)]
             with joined_store(stores, self.loaded, 20 << 30) as whole:
-                return Engine.open(whole, self.loaded).answer(question, NEW).text, 0.0
-        alone = behind_text(engines[0], "")
-        return alone.decode(list(alone.generate(alone.ask(question), NEW))), 0.0
+                yield way, Engine.open(whole, self.loaded).answer(put, NEW).text, 0.0
+        elif name == "top":
+            yield way, engines[0].answer(put, NEW).text, 0.0
+        else:
+            alone = behind_text(engines[0], "")
+            yield way, alone.decode(list(alone.generate(alone.ask(put), NEW))), 0.0
 
     def _engine(self, entry: Entry) -> Engine:
         if entry.store not in self.engines:
@@ -123,9 +131,7 @@ def main() -> None:
     parser.add_argument("--model", help="if not the one that the collection names")
     parser.add_argument("--documents", type=int, default=32)
     parser.add_argument("--questions", type=int, default=16, help="of each kind")
-    parser.add_argument(
-        "--ways", default=f"{CONTROL},mixture 1,mixture 4,mixture 16,product 4,pced 4,read 4,exact 4"
-    )
+    parser.add_argument("--ways", default="question,top 1,join 4,join 16,read 4,exact 4")
     arguments = parser.parse_args()
     out: Path = arguments.out
     if arguments.texts:
@@ -133,25 +139,20 @@ def main() -> None:
         print(f"offload-decode collect {out} --out {arguments.collection} --system '{SYSTEM}' --model …")
         return
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    there = {(line["way"], line["question"]) for line in lines}
+    there = {(line["asked"], line["question"]) for line in lines}
     answers = Answers(arguments.collection, arguments.model)
     for kind, one in asked(arguments.documents, arguments.questions):
         for way in arguments.ways.split(","):
             if (way, one.question) in there:
                 continue
-            said, ms = answers(way, one.question)
-            line = {
-                "way": way,
-                "kind": kind,
-                "question": one.question,
-                "answer": one.answer,
-                "said": said,
-                "ms": ms,
-            }
+            told = {"asked": way, "kind": kind, "question": one.question, "answer": one.answer}
+            new = [
+                told | {"way": own, "said": said, "ms": ms} for own, said, ms in answers(way, one.question)
+            ]
             with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            lines.append(line)
-    print(table(("way", *KINDS, "ms a token"), list(rows(lines))))
+                file.writelines(json.dumps(line) + "\n" for line in new)
+            lines += new
+    print(table(("way", *KINDS, "CPU ms a token"), list(rows(lines))))
 
 
 if __name__ == "__main__":

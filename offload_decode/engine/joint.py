@@ -95,10 +95,11 @@ class Joint:
         self.finish, self._begun = "stop", False
 
     def fork(self) -> Self:
-        """An independent continuation from here, without the last answer's `carried`."""
+        """An independent continuation from here, without what the last answer was `carried` by."""
         forked = type(self)(self.talks, self.way, self.cites)
         forked._rows = [row.fork() for row in self._rows]
         forked.talks, forked._begun = forked._rows[: len(self.talks)], self._begun
+        forked.weights, forked.working = self.weights, list(self.working)
         return forked
 
     def answer(
