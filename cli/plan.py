@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offload_decode.planning.sizes import Workload
 
 
-_OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
+_OPTIONS = ("budget", "error", "dense_layers", "index", "page_size", "metadata")
 
 
 def plan(

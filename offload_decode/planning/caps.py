@@ -235,5 +235,6 @@ def _request(config: EngineConfig, built: str) -> Workload:
         metadata=metadata if metadata in PAGE_METADATA else "fp16",
         page_size=int(page) if page.isdecimal() and int(page) else 16,
         budget=str(options.get("budget", Workload.budget)),
+        error=str(options.get("error", "")),
         dense_layers=None if dense is None else str(dense),
     )

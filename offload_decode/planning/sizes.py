@@ -21,7 +21,8 @@ from offload_decode.kv.host_cache import BLOCK_TOKENS, SCORES
 from offload_decode.kv.page_bounds import bounds_bytes
 from offload_decode.models.quantization import BLOCK, FEW_BITS, GGUF
 from offload_decode.models.size_estimate import Outline
-from offload_decode.selectors.budgets import PASS_TOKENS, SELECTED_IDS, Budget, pass_tokens
+from offload_decode.selectors.budgets import PASS_TOKENS, SELECTED_IDS, Budget, ErrorBound, pass_tokens
+from offload_decode.selectors.error_bound import RUNGS, rungs_of
 from offload_decode.store.format import KV_KINDS, Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
 from offload_decode.store.marks import marks_for
@@ -248,12 +249,12 @@ class Workload:
     """A store of `tokens` and how it is to be asked.
 
     `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's
-    dtype. `selector` with `budget`, `dense_layers` (None: the selector's own), `index` (topk), `page_size`
-    and `metadata` (quest). `streamed`: a prefill has its weights come to a GPU layer by layer, in the model's
-    dtype whatever `weights` are asked with. `chunk`: tokens of its forward pass; `chunk_chosen`: those that
-    fit, which `plan` finds. `generated`: tokens of question and answer, in each of `batch` conversations at
-    once, of whose questions a forward pass takes `pass_tokens`. `device_cache`: bytes of a GPU that keep
-    stored rows.
+    dtype. `selector` with `budget` or `error` (topk), `dense_layers` (None: the selector's own), `index`
+    (topk), `page_size` and `metadata` (quest). `streamed`: a prefill has its weights come to a GPU layer by
+    layer, in the model's dtype whatever `weights` are asked with. `chunk`: tokens of its forward pass;
+    `chunk_chosen`: those that fit, which `plan` finds. `generated`: tokens of question and answer, in each of
+    `batch` conversations at once, of whose questions a forward pass takes `pass_tokens`. `device_cache`:
+    bytes of a GPU that keep stored rows.
     """
 
     tokens: int
@@ -261,6 +262,7 @@ class Workload:
     weights: str = "auto"
     selector: str = "topk"
     budget: str = "1024"
+    error: str = ""
     dense_layers: str | None = None
     index: str = "clusters"
     page_size: int = 16
@@ -283,6 +285,8 @@ class Workload:
         ):
             if given not in known:
                 raise ConfigError(f"{what} '{given}' cannot be planned; choose one of: {', '.join(known)}")
+        if self.error:
+            ErrorBound.parse(self.error)
         for what, number in (("tokens", self.tokens), ("page_size", self.page_size), ("chunk", self.chunk)):
             if number < 1:
                 raise ConfigError(f"{what} must be 1 or more, not {number}")
@@ -298,7 +302,8 @@ class Workload:
         if self.selector == "dense":
             return dict.fromkeys(shape.full_layers)
         own = "first:2" if self.selector == "quest" else ""
-        budget = Budget(self.budget, dense_layers=own if self.dense_layers is None else self.dense_layers)
+        amount = str(RUNGS[-1].best) if self.error else self.budget
+        budget = Budget(amount, dense_layers=own if self.dense_layers is None else self.dense_layers)
         found = budget.per_layer(self.tokens, shape.full_layers, shape.kv_heads)
         counts = {layer: self.tokens if own is None else own.largest for layer, own in found.items()}
         return {layer: count if count < self.tokens else None for layer, count in counts.items()}
@@ -379,7 +384,11 @@ def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
     ids = 12 * shape.kv_heads * rows * k
     pairs = 20 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
     searching = registry.stated(request.index).search_bytes(request.tokens, k, shape.kv_heads, rows)
-    return ids + max(ids, threads * pairs, searching)
+    # Copies of what is drawn where an error is bounded.
+    drawn = sum(rung.drawn for rung in rungs_of(request.tokens)) if request.error else 0
+    layers = sum(k is not None for k in request.budgets(shape).values())
+    copied = drawn * layers * shape.kv_heads * sum(row_bytes(shape, request.kv, outline.dtype))
+    return ids + max(ids, threads * pairs, searching) + copied
 
 
 def staged_bytes(outline: Outline, request: Workload) -> int:

@@ -47,6 +47,11 @@ class Rung(NamedTuple):
 RUNGS = (Rung(256, 1024), Rung(1024, 4096), Rung(4096, 16384))
 
 
+def rungs_of(length: int) -> tuple[Rung, ...]:
+    """Those of a store: to read half of the tokens in no order takes as long as to read all."""
+    return tuple(rung for rung in RUNGS if 2 * sum(rung) <= length)
+
+
 class _Sample(NamedTuple):
     """Tokens drawn from each KV head: their rows in the order of the draw, ids `[H, m]` int64 ascending, the
     place of each in that order, and a bit for each stored token, which says whether it was drawn.
@@ -110,8 +115,7 @@ class WithinError:
 
     def __init__(self, host: HostKV, bound: ErrorBound, search: Search):
         self.host, self.bound, self.search = host, bound, search
-        # To read half of the tokens in no order takes as long as to read all.
-        self.rungs = tuple(rung for rung in RUNGS if 2 * sum(rung) <= host.length)
+        self.rungs = rungs_of(host.length)
         self._samples: dict[tuple[int, Rung], _Sample] = {}
 
     def attend(self, layer: int, queries: Queries, everything: bool = False) -> Attended:

@@ -99,11 +99,7 @@ class TopK(Selector):
         return WithinError(self.host, self.bound, self.indexes.search_thoroughly)
 
     def takes_all(self, layer: int, k: int) -> bool:
-        """Also where a search reads every key: to read the values with them takes no longer, and is exact.
-        Many rows need the second rung of an error bound, and few the third.
-        """
-        if self.within is not None:
-            k = min(k, RUNGS[1].best)
+        """Also where a search reads every key: to read the values with them takes no longer, and is exact."""
         return k > self.largest_k or (self.fastest and self.indexes.scans(layer, k))
 
     @property

@@ -106,6 +106,7 @@ def test_where_nothing_fits_the_nearest_that_would_is_named(home):
         (("--tokens", "1M", "--kv", "int2"), "kv 'int2'"),
         (("--tokens", "1M", "--weights", "int2"), "weights 'int2'"),
         (("--tokens", "1M", "-s", "h2o"), "selector 'h2o'"),
+        (("--tokens", "1M", "-o", "error=2"), "error '2'"),
         (("--tokens", "1M", "-o", "recall=1"), "no option 'recall'"),
         (("--tokens", "1M", "-o", "page_size=many"), "page_size"),
     ],

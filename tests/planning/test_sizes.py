@@ -200,3 +200,11 @@ def test_recurrent_states_are_counted_by_sequence():
 
 def test_the_default_budget_is_that_of_the_selectors():
     assert Workload(1).budget == SelectorOptions().budget
+
+
+def test_what_an_error_bound_draws_is_copied():
+    """Of 12,000 tokens 1,024 rows of each head, and 4,096 where these do not suffice."""
+    model, request = llama_8b(), Workload(12_000, budget="4096")
+    bounded = replace(request, error="0.05@0.95")
+    more = sizes.search_bytes(model, bounded, 2) - sizes.search_bytes(model, request, 2)
+    assert more == (1024 + 4096) * 32 * 8 * 2 * 2 * 128

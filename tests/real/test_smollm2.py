@@ -12,12 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offload_decode import Engine
+from offload_decode.engine.step import StoredPrefix
+from offload_decode.evals.recorded_queries import run_dense
 from offload_decode.indexes import registry
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.indexes import heads_of, index_path, kind_folder
 from offload_decode.models.loading import load
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_texts
+from offload_decode.store.reader import KVStore
 
 FILE = Path(os.environ.get("OFFLOAD_DECODE_MODELS", ".models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = [
@@ -117,3 +121,24 @@ def test_the_file_is_the_one_that_was_tried() -> None:
     with FILE.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     assert digest == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def test_a_bound_on_the_error_is_kept_to(loaded: Any, tmp_path: Path) -> None:
+    """Of the queries of a dense answer, behind a text that is long enough to draw from."""
+    path = tmp_path / "whole.kv"
+    prefill_texts(loaded, [TextDocument("licence", (2 * LICENCE)[:14_000])], path)
+    build_indexes(path, "clusters")
+    store = KVStore.open(path)
+    assert store.manifest.n_tokens > 2560
+    run = run_dense(loaded, store, "What may a licensee do?", 8, lambda: None)
+    host, shape = HostKV(store, torch.device("cpu")), loaded.shape
+    exact = StoredPrefix.over(host, shape, "dense", {})
+    bounded = StoredPrefix.over(host, shape, "topk", {"error": "0.05@0.95"})
+    kept = []
+    for call in run.calls:
+        asked = call.layer, call.query, call.scaling, call.softcap
+        out, dense = bounded.attend(*asked).out, exact.attend(*asked).out
+        kept.append(((out - dense).norm(dim=-1) <= 0.05 * dense.norm(dim=-1)).flatten())
+    assert torch.cat(kept).double().mean() >= 0.95
+    stats = bounded.take_stats()
+    assert stats.whole_rows < stats.rows / 2
