@@ -20,6 +20,7 @@ from tests.server.http.conftest import listening
 from tests.server.test_catalog import until
 
 CHUNKS = ["data: one\n\n", "data: two\n\n"]
+PINGS = [": ping\n\n", 'event: ping\ndata: {"type": "ping"}\n\n']
 
 
 def app(left: list[str]) -> FastAPI:
@@ -30,7 +31,7 @@ def app(left: list[str]) -> FastAPI:
     async def chat(body: dict[str, Any]) -> StreamingResponse:
         async def events() -> AsyncGenerator[str]:
             try:
-                for chunk in body.get("comments", 0) * [": ping\n\n"] + CHUNKS:
+                for chunk in body.get("pings", []) + CHUNKS:
                     yield chunk
                     await asyncio.sleep(body.get("pause", 0))
             except (asyncio.CancelledError, GeneratorExit):
@@ -99,12 +100,12 @@ def test_a_request_goes_where_its_name_says_and_comes_back_whole(client, replica
     assert replicas.asked == ["book", "", STORES, STORES, "book", ""]
 
 
-@pytest.mark.parametrize(("messages", "comments"), [(0, 0), (1, 0), (2, 1), (3, 2)])
-def test_a_replica_that_is_lost_before_an_answer_began_loses_no_request(client, replicas, messages, comments):
+@pytest.mark.parametrize(("messages", "pings"), [(0, []), (1, []), (2, PINGS[:1]), (3, PINGS)])
+def test_a_replica_that_is_lost_before_an_answer_began_loses_no_request(client, replicas, messages, pings):
     replicas.losses = [messages] * (TRIES - 1)
-    answered = chat(client, comments=comments)
+    answered = chat(client, pings=pings)
     assert answered.status_code == 200
-    assert answered.text.replace(": ping\n\n", "") == "".join(CHUNKS)
+    assert answered.text.removeprefix("".join(pings) * TRIES) == "".join(CHUNKS)
     assert replicas.asked == ["book"] * TRIES
 
 
