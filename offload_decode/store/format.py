@@ -378,7 +378,9 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
     if data["marks"] is not None:
         chunk = data["prefill"].get("chunk")
         check("prefill.chunk", chunk, range(1, MOST_TOKENS + 1))
-        check("marks", data["marks"], range(chunk, 2**63, chunk))
+        check("marks", data["marks"], range(chunk, MOST_TOKENS + 1, chunk))
+        if (data["marks"] // chunk).bit_count() != 1:
+            raise ValueError("marks is not prefill.chunk doubled some times")
     if "weights" in data["prefill"]:
         check("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
     if not isinstance(data["prefill"].get("rope", ""), str):
