@@ -85,7 +85,12 @@ def require_posix() -> None:
         raise StoreError(f"KV stores need Linux or macOS, and this is {sys.platform}: use WSL on Windows.")
 
 
-def map_files(files: Sequence[tuple[Path, int, int]]) -> npt.NDArray[np.uint8]:
+def map_files(files: Sequence[Path], file_bytes: int) -> npt.NDArray[np.uint8]:
+    """As `map_parts`, of whole files of one size."""
+    return map_parts([(file, file_bytes, file_bytes) for file in files])
+
+
+def map_parts(files: Sequence[tuple[Path, int, int]]) -> npt.NDArray[np.uint8]:
     """The bytes of `files`, each given with its size and how many bytes of it count, as one read-only,
     zero-copy array, which keeps the maps alive: an anonymous map reserves the addresses, and each file is
     mapped over its part.

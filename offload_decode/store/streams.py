@@ -15,7 +15,7 @@ import numpy as np
 
 from offload_decode.common.errors import InvalidIndexInput, StoreError
 from offload_decode.common.rows import encodings
-from offload_decode.store.files import check_sizes, map_files
+from offload_decode.store.files import check_sizes, map_files, map_parts
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layout import ArraySpec, Samples, array_name, at
 
@@ -107,7 +107,7 @@ def write_array(root: Path, spec: ArraySpec, array: Array) -> None:
 
 def head_view(root: Path, spec: ArraySpec, head: int) -> Array:
     """One head's rows `[rows, D]`, or records `[rows]`, mapped from its files; read-only and zero-copy."""
-    data = map_files([(root / file, size, used) for file, size, used in spec.head_parts(head)])
+    data = map_parts([(root / file, size, used) for file, size, used in spec.head_parts(head)])
     rows = data.view(spec.numpy_dtype).reshape(-1, spec.shape[2])[: spec.shape[1]]
     return encodings.as_records(rows, spec.dtype) if spec.dtype in encodings.LARGEST_CODE else rows
 
@@ -122,8 +122,7 @@ def row_crcs(root: Path, spec: ArraySpec, rows: int) -> list[int]:
 
 def list_view(root: Path, spec: ArraySpec) -> Array:
     """An array of rank 1, mapped from its one chunk file; read-only and zero-copy."""
-    size = spec.chunk_bytes
-    return map_files([(root / name, size, size) for name in spec.files()]).view(spec.numpy_dtype)
+    return map_files([root / name for name in spec.files()], spec.chunk_bytes).view(spec.numpy_dtype)
 
 
 def as_bytes(array: Array) -> memoryview:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.collections.collection import Collection
+from offload_decode.collections.together import best, weights
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
@@ -43,10 +44,17 @@ def test_stores_that_are_named_give_one_answer(stores, way):
 
 
 def test_documents_of_a_collection_begin_with_weights_by_their_words(collection, stores):
+    opened = Collection(collection)
+    entries = best(opened, QUESTION, 3, opened.entries)
+    given = weights(opened, QUESTION, entries)
+    assert entries[0].name == "beta.txt"
+    assert given[0] > given[1]
+    assert sum(given) == pytest.approx(1)
     told = json_of("ask", collection, QUESTION, *THREE)
-    documents = told["joined"]["documents"]
-    assert documents[0]["document"] == "beta.txt"
-    assert documents[0]["share"] > documents[1]["share"]
+    expected = Joint(engines([opened.store(entry) for entry in entries]))
+    assert told["answer"] == expected.answer(QUESTION, given, 4).text
+    shares = [one["share"] for one in told["joined"]["documents"]]
+    assert shares == pytest.approx(expected.shares(), abs=1e-5)
     one = json_of("ask", collection, QUESTION, "--together", "1", *NEW)
     assert one["answer"] == json_of("ask", collection, QUESTION, "--top", "1", *NEW)["answers"][0]["answer"]
     assert one["joined"]["documents"][0]["share"] == 1

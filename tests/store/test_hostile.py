@@ -284,7 +284,7 @@ def test_names_are_read_as_they_were_written() -> None:
 def test_addresses_that_there_are_not_are_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "f"
     with pytest.raises(StoreError, match="cannot be mapped into memory"):
-        files.map_files([(file, 1 << 62, 1 << 62)] * 2)
+        files.map_files([file] * 2, 1 << 62)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
