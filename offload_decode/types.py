@@ -301,6 +301,7 @@ class Passage:
 class Answer:
     """An answer's text, its token ids (without the end token), what it cost, and why it ended (`stop` or
     `length`). `citations`: the documents that it attended to, most attended first, where they were asked for.
+    `grounded`: how likely it stands in the text, 0 to 1 (docs/methods.md §9); None without a stored text.
     """
 
     text: str
@@ -308,3 +309,4 @@ class Answer:
     stats: StepStats
     finish: str
     citations: tuple[CitedDocument, ...] | None = None
+    grounded: float | None = None

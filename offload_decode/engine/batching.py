@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.citations import Watch
+from offload_decode.engine.citations import Observer, Watch
 from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.grounded import Evidence
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.packed_batch import Block, PackedCache, Segment
 from offload_decode.models.loading import Padding, Processors, run_in_passes
@@ -191,8 +192,12 @@ def answer_batch(
     stats. A question whose answer has ended is no longer run.
     """
     forked, ends = engine.fork(), engine.end_tokens
-    watches = [Watch(engine.prefix.host) for _ in questions] if cites else []
-    forked.prefix.watches = tuple(watches)
+    watches = [Watch(engine.prefix.host) if cites else None for _ in questions]
+    evidence = [
+        engine.evidence_of(question, () if watch is None else (watch,))
+        for question, watch in zip(questions, watches, strict=True)
+    ]
+    forked.prefix.watches = _observers(evidence)
     forked.cache.batch_repeat_interleave(len(questions))
     device, stored = engine.loaded.device, engine.length
     asked = [engine.pending + engine.question_tokens(question) for question in questions]
@@ -224,6 +229,7 @@ def answer_batch(
         chosen, kept = sampled.tolist(), []
         for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
             if token not in ends:
+                evidence[row].add(token)
                 tokens[row] += answers[row].push(token)
                 ended = answers[row].reached or processors[row].append(token)
                 if not ended and step + 1 < most[row]:
@@ -231,18 +237,26 @@ def answer_batch(
         running = [running[place] for place in kept]
         if not running:
             break
+        forked.prefix.watches = _observers([evidence[row] for row in running])
         ids, position = sampled[:, None], position[:, -1:] + 1
         if len(kept) < len(chosen):
             rows = torch.tensor(kept, device=device)
             forked.cache.batch_select_indices(rows)
-            forked.prefix.watches = tuple(watches[row] for row in running) if cites else ()
             # All is True but the padding: only the questions' columns move up.
             mask[: len(kept), stored : stored + longest] = mask[rows, stored : stored + longest]
             mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
-    cited = [engine.cited(watch) for watch in watches] if cites else [None for _ in asked]
+    cited = [None if watch is None else engine.cited(watch) for watch in watches]
     tokens = [own + answer.rest() for own, answer in zip(tokens, answers, strict=True)]
-    return [
-        Answer(engine.decode(own).strip(), tuple(own), stats, "length" if len(own) == end else "stop", seen)
-        for own, end, seen in zip(tokens, most, cited, strict=True)
-    ]
+    found = list[Answer]()
+    for written, end, documents, known in zip(tokens, most, cited, evidence, strict=True):
+        known.cut(len(written))
+        finish, grounded = "length" if len(written) == end else "stop", engine.grounds(known)
+        text = engine.decode(written).strip()
+        found.append(Answer(text, tuple(written), stats, finish, documents, grounded))
+    return found
+
+
+def _observers(evidence: Sequence[Evidence]) -> tuple[Observer, ...]:
+    """Who is to see the next row of each answer, whose rows come together: one each, or nobody."""
+    return tuple(observer for one in evidence for observer in one.observers)

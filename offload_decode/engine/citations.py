@@ -1,8 +1,11 @@
 """Which documents and passages an answer attended to: docs/methods.md §8."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -108,6 +111,12 @@ class Watch:
             scores = score_tokens(own.vectors, self.host.layer_keys(layer), ids)
         self._add(ids, own.logits(scores).masked_fill(ids < 0, -torch.inf), lse)
 
+    def fork(self) -> Watch:
+        """The same so far, for a conversation that goes on by itself."""
+        forked = copy(self)
+        forked.mass = self.mass.copy()
+        return forked
+
     def shares(self) -> dict[int, float]:
         """The mean share of a row's attention, by token: of those that got any."""
         tokens = np.flatnonzero(self.mass)
@@ -208,7 +217,9 @@ def _passages(
         start, end = _widened(store, tokenizer, int(tokens[first]), last, low, high)
         inside = (tokens >= start) & (tokens < end)
         text = tokenizer.decode(
-            _ids(store, tokenizer, start, end), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            text_ids(store, tokenizer, start, end),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
         found.append(CitedSpan(start, end, str(text).strip(), float(mass[inside].sum())))
         taken.append((start, end))
@@ -219,13 +230,13 @@ def _passages(
 def _widened(store: KVStore, tokenizer: Any, start: int, end: int, low: int, high: int) -> tuple[int, int]:
     """Tokens `start:end` widened to whole sentences, or else lines, within `low:high` and `REACH`."""
     low, high = max(low, start - REACH), min(high, end + REACH)
-    pieces = tokenizer.convert_ids_to_tokens(_ids(store, tokenizer, low, high))
+    pieces = tokenizer.convert_ids_to_tokens(text_ids(store, tokenizer, low, high))
     before = _nearest(pieces, range(start - low, 0, -1))
     after = _nearest(pieces, range(end - low, high - low))
     return low if before is None else low + before, high if after is None else low + after
 
 
-def _ids(store: KVStore, tokenizer: Any, start: int, end: int) -> list[int]:
+def text_ids(store: KVStore, tokenizer: Any, start: int, end: int) -> list[int]:
     """Tokens of the text. A store from elsewhere may hold any number in their place: `StoreDamaged`."""
     ids: list[int] = store.tokens[start:end].tolist()
     if not all(0 <= one < len(tokenizer) for one in ids):

@@ -21,11 +21,13 @@ from offload_decode.engine.citations import (
     PLAIN_QUESTION,
     PLAIN_TIMES,
     PLAIN_TOKENS,
+    Observer,
     Watch,
     cite,
     passages,
     template_length,
 )
+from offload_decode.engine.grounded import Evidence, weights_of
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
@@ -58,6 +60,8 @@ class Conversation:
         self.pending: list[int] = []
         # Why the last answer ended: `stop`, or `length` where it was cut.
         self.finish = "stop"
+        # What tells whether it stands in the text.
+        self.evidence = Evidence()
         # Tokens of a question in one forward pass: fewer take less memory.
         self.pass_tokens = self.selector.pass_tokens
         # Asked before a question of several tokens runs: tokens behind the stored ones, and sequences.
@@ -105,6 +109,7 @@ class Conversation:
         else, for ids that are not in the vocabulary, and while another thread extends this engine.
         """
         run = self.to_run(tokens)
+        self._forget_answer()
         with self.step():
             return self.run(run)
 
@@ -170,6 +175,8 @@ class Conversation:
             self.selector.reset()
             tokens = self.question_tokens(question, begun)
             self.check_room(len(tokens))
+            self.evidence = self.evidence_of(question, self.prefix.watches)
+            self.prefix.watches = self.evidence.observers
             return self.run(self.to_run(tokens))
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
@@ -180,11 +187,15 @@ class Conversation:
         sampler, ends, so_far = sampler or Sampler(), self.end_tokens, self.tokens + self.pending
         processors = Processors(self.loaded.model, self.loaded.tokenizer, so_far, ends, max_new_tokens)
         answer, self.finish = self.answer_end(), "length"
+        if self.evidence.tokens:  # of an answer before this one
+            self._forget_answer()
         for step in range(max_new_tokens):
             token = int(sampler(processors(logits)[None]))
             if token in ends:
                 self.finish = "stop"
                 break
+            self.evidence.add(token)
+            self.prefix.watches = self.evidence.observers
             self.pending = [token]
             so_far.append(token)
             yield from answer.push(token)
@@ -200,8 +211,34 @@ class Conversation:
                 with self.step():
                     logits = self.run(self.pending)
         if answer.reached:
+            self.evidence.cut(len(self.evidence.tokens) - answer.dropped)
             self.take_back(answer.dropped)
+        self.prefix.watches = self.evidence.beside
         yield from answer.rest()
+
+    @property
+    def grounded(self) -> float | None:
+        """How likely the last answer stands in the stored text, 0 to 1: `grounds`."""
+        return self.grounds(self.evidence)
+
+    def evidence_of(self, question: str, beside: Sequence[Observer] = ()) -> Evidence:
+        """Gathers what tells whether an answer to a question stands in the text, where that can be seen and
+        was measured for this model.
+        """
+        known = self.prefix.watchable and weights_of(self.loaded.model.config) is not None
+        if not (known and isinstance(self.store, KVStore)) or any(one.whole for one in beside):
+            return Evidence(question, beside=beside)
+        return Evidence(question, Watch(self.prefix.host), beside, self._opening(self.store))
+
+    def grounds(self, evidence: Evidence) -> float | None:
+        """How likely an answer stands in the stored text, 0 to 1; None where that is not known."""
+        weights = weights_of(self.loaded.model.config)
+        signs = evidence.signs(self.store, self.tokenizer) if isinstance(self.store, KVStore) else None
+        return None if weights is None or signs is None else weights.of(signs)
+
+    def _forget_answer(self) -> None:
+        self.evidence = Evidence(beside=self.prefix.watches)
+        self.prefix.watches = self.evidence.observers
 
     def take_back(self, last: int) -> None:
         """Take the last tokens back, unless a selector or a recurrent layer remembers them."""
@@ -231,6 +268,10 @@ class Conversation:
         """
         return cite(watch, self.store, self.tokenizer, **self._without_content(watch))
 
+    def _opening(self, store: KVStore) -> int:
+        """How many first tokens of the store are the chat template's."""
+        return template_length(store, self.prompt.document(self.tokenizer, "", first=True))
+
     def passages(self, question: str, most: int = 5) -> tuple[Passage, ...]:
         """The passages that a question attends to, so many at `most`, most attended first, before any answer
         to it: the conversation stays. Raises as `ask` and `cite`.
@@ -250,10 +291,9 @@ class Conversation:
         """
         if not isinstance(self.store, KVStore):
             return {"opening": 0, "plain": {}}  # they are not used: `cite` refuses it
-        opening = template_length(self.store, self.prompt.document(self.tokenizer, "", first=True))
         times = PLAIN_TIMES if watch.whole else 1
         plain = {token: times * share for token, share in self._plain_shares(watch.whole).items()}
-        return {"opening": opening, "plain": plain}
+        return {"opening": self._opening(self.store), "plain": plain}
 
     def _plain_shares(self, whole: bool) -> dict[int, float]:
         """What a question without content attends to behind this store, chosen as here and watched alike:

@@ -107,7 +107,8 @@ class Engine(Conversation):
             logits = forked.ask(question)
             tokens = tuple(forked.generate(logits, max_new_tokens, sampler))
         cited = None if watch is None else self.cited(watch)
-        return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), forked.finish, cited)
+        text, cost = self.decode(tokens).strip(), forked.prefix.take_stats()
+        return Answer(text, tokens, cost, forked.finish, cited, forked.grounded)
 
     def answer_many(
         self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8, cites: bool = False

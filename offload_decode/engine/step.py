@@ -41,8 +41,11 @@ class StoredPrefix:
     """Implements `offload_decode.kv.generated.Prefix` over a store.
 
     watches: see what is attended to, one for each sequence of a pass; forks do not have them. spans: where
-    conversations are packed into one sequence, the tokens of each that is watched.
+    conversations are packed into one sequence, the tokens of each that is watched. watchable: whether it can
+    be seen what is attended to.
     """
+
+    watchable = True
 
     def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
         self.host, self.chosen, self.tail = host, chosen, tail
@@ -252,6 +255,8 @@ class ScatteredPrefix(StoredPrefix):
 
     Raises `ConfigError` for selectors that remember a conversation, which the parts do not know.
     """
+
+    watchable = False
 
     def __init__(self, whole: StoredPrefix, ask: Ask):
         super().__init__(whole.host, whole.chosen)

@@ -1,0 +1,161 @@
+"""How likely an answer stands in the stored text, as one number: docs/methods.md §9."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from offload_decode.attention.queries import Queries
+from offload_decode.engine.citations import WINDOW, AnySelection, Observer, Watch, text_ids
+from offload_decode.store.reader import KVStore
+from offload_decode.types import AttentionState
+
+FIRST = 16
+"""Rows whose attention tells: that of the question's last token, and of the answer's first ones."""
+AROUND = 24  # tokens that the passage which was attended to has on each side of the window
+
+_BLANK = re.compile(r"[\s▁ĠĊ]|<0x0A>")  # as texts, as SentencePiece and as bytes spell it
+_WORD = re.compile(r"\w+")
+
+
+class Signs(NamedTuple):
+    """What tells it of an answer.
+
+    attention: the share of a row's attention that is notable and on the text, the mean over the words of the
+    answer that the question does not have. found: the share of the question's words that stand in the passage
+    which was attended to most.
+    """
+
+    attention: float
+    found: float
+
+
+class Weights(NamedTuple):
+    """Of a logistic regression on `Signs`: benchmarks/grounded.py."""
+
+    constant: float
+    attention: float
+    found: float
+
+    def of(self, signs: Signs) -> float:
+        """How likely the answer stands in the text, 0 to 1."""
+        logit = self.constant + self.attention * signs.attention + self.found * signs.found
+        return 1 / (1 + math.exp(-min(max(logit, -30.0), 30.0)))
+
+
+WEIGHTS = {("qwen2", 24, 896): Weights(-21.4, 99.5, 6.1)}
+"""By a model's type, layers and width: how much attention is notable differs from model to model, so there is
+no number where it was not measured.
+"""
+
+
+class Evidence:
+    """Gathers the signs of one answer to a `question` as it is written: an `Observer`, which passes on what
+    it sees to those `beside` it. opening: tokens of the store that are no text.
+    """
+
+    whole = False
+
+    def __init__(
+        self,
+        question: str = "",
+        watch: Watch | None = None,
+        beside: Sequence[Observer] = (),
+        opening: int = 0,
+    ):
+        self.question, self.watch, self.opening = question, watch, opening
+        others = (one.beside if isinstance(one, Evidence) else (one,) for one in beside)
+        self.beside: tuple[Observer, ...] = tuple(chain.from_iterable(others))
+        self.tokens: list[int] = []
+        self._sums = [(0, 0.0)]  # rows of all heads, and their attention to the text, before each token
+
+    def fork(self) -> Evidence:
+        """That of another answer to the same question, of which nothing is written."""
+        watch = None if self.watch is None else self.watch.fork()
+        return Evidence(self.question, watch, self.beside, self.opening)
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who is to see the next row."""
+        return (self,) if self.watch is not None and len(self.tokens) < FIRST else self.beside
+
+    def see(
+        self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState
+    ) -> None:
+        """As `Observer`."""
+        for one in (self.watch, *self.beside):
+            if one is not None:
+                one.see(layer, rows, queries, selection, state)
+
+    def add(self, token: int) -> None:
+        """Take the next token of the answer, for which the last row was seen."""
+        if self.watch is not None and len(self.tokens) < FIRST:
+            self._sums.append((self.watch.rows, float(self.watch.mass[self.opening :].sum())))
+        self.tokens.append(token)
+
+    def cut(self, length: int) -> None:
+        """The answer has no more than its first `length` tokens."""
+        del self.tokens[length:], self._sums[length + 1 :]
+
+    def signs(self, store: KVStore, tokenizer: Any) -> Signs | None:
+        """None where there is no answer, or where it was not seen what it attended to."""
+        if self.watch is None or not self.watch.rows or not self.tokens:
+            return None
+        tells = telling(tokenizer.convert_ids_to_tokens(self.tokens), self.question)
+        shares = [
+            (mass - before) / max(1, rows - earlier)
+            for (earlier, before), (rows, mass) in pairwise(self._sums)
+        ]
+        told = [share for share, wanted in zip(shares, tells, strict=False) if wanted]
+        asked, (start, end) = words(self.question), passage(self.watch.mass, self.opening)
+        there = words(tokenizer.decode(text_ids(store, tokenizer, start, end)))
+        return Signs(fmean(told or shares), len(asked & there) / max(1, len(asked)))
+
+
+def kind_of(config: Any) -> tuple[str, int, int]:
+    """What `WEIGHTS` knows a model by, from its config of transformers."""
+    own = config.get_text_config()
+    return own.model_type, own.num_hidden_layers, own.hidden_size
+
+
+def weights_of(config: Any) -> Weights | None:
+    """Those of a model, where it was measured."""
+    return WEIGHTS.get(kind_of(config))
+
+
+def telling(answer: Sequence[str], question: str) -> list[bool]:
+    """Which tokens of an answer, as the tokenizer spells them, belong to words that the question does not
+    have; all of them where none does. What an answer repeats says nothing of where it comes from.
+    """
+    asked = words(question)
+    starts = accumulate((len(_text([one])) for one in answer), initial=0)
+    spans = [word.span() for word in _WORD.finditer(_text(answer)) if word[0] not in asked]
+    which = [any(first < end and start < last for first, last in spans) for start, end in pairwise(starts)]
+    return which if any(which) else [True] * len(which)
+
+
+def passage(mass: np.ndarray, opening: int) -> tuple[int, int]:
+    """The window of tokens that holds the most of `mass [N]` behind the opening, with some around it."""
+    tokens = np.flatnonzero(mass[opening:]) + opening
+    if not len(tokens):
+        return opening, opening
+    sums = np.concatenate([[0.0], mass[tokens].cumsum()])
+    ends = np.searchsorted(tokens, tokens + WINDOW)
+    first = int((sums[ends] - sums[:-1]).argmax())
+    return max(opening, int(tokens[first]) - AROUND), int(tokens[ends[first] - 1]) + 1 + AROUND
+
+
+def words(text: str) -> set[str]:
+    """The words of a text, in small letters."""
+    return set(_WORD.findall(text.lower()))
+
+
+def _text(pieces: Sequence[str]) -> str:
+    return _BLANK.sub(" ", "".join(pieces)).lower()
