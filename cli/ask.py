@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from offload_decode.cli.errors import exit_code, sentence
 from offload_decode.cli.limits import AskOptions, check_options, cluster_of, engine_opener, open_engine
 from offload_decode.cli.options import From, option, question_from, with_groups, workers_option
 from offload_decode.cli.output import Progress
-from offload_decode.cli.together import Together, TogetherChoice, refuse_elsewhere
+from offload_decode.cli.together import Together, TogetherChoice, refuse_others
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def ask(
     seed: opts.Seed = 0,
     as_json: opts.Json = False,
     cites: opts.Cite = False,
+    only_grounded: opts.OnlyGrounded = None,
     workers: Annotated[
         str | None,
         workers_option(
@@ -74,10 +75,11 @@ def ask(
     to its own tokens. Answers from a collection are printed as they arrive.
     """
     server = address is not None
-    refuse_elsewhere(together, server, workers is not None)
+    refuse_others(together, server, workers is not None, only_grounded is not None)
     cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     config = options.config
-    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed, cites)
+    drawn = temperature, top_p, seed
+    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *drawn, cites, only_grounded)
     one = _Question(question_from(question), wanted, as_json, stats)
     with open_collection(stores, address, choice, Progress) as asked:
         together.check(stores, asked)
@@ -142,7 +144,7 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
     if question.as_json:
         given = engine.answer(question.text, wanted.max_new_tokens, wanted.sampler, wanted.cite)
         cost, loaded, selector = given.stats, engine.loaded, engine.selector
-        told = {"question": question.text, **answer_fields(given), "selector": selector.name}
+        told = {"question": question.text, **answer_fields(given, wanted.least), "selector": selector.name}
         told |= {"options": asdict(selector.options), "search": selector.report()}
         told |= {"placement": engine.prefix.host.placement.report()}
         told |= {"graphs": cuda_graphs.report(loaded.model.base_model), "store": store}
@@ -152,7 +154,9 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
         output.answer_json(told | {"stats": asdict(cost)})
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:
-            show(engine.stream(question.text, wanted.max_new_tokens, wanted.sampler))
+            pieces = engine.stream(question.text, wanted.max_new_tokens, wanted.sampler)
+            show(held(pieces, lambda: engine.grounded, wanted.least))
+        tell_grounded(engine.grounded)
         tell_cut(engine.finish, wanted.max_new_tokens, engine.most_new(1))
         cost = engine.prefix.take_stats()
         if watch is not None:
@@ -176,13 +180,14 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
         if question.as_json:
             for _ in pieces:
                 pass
-            told = {"question": question.text, **answer.fields(wanted.cite), "selector": wanted.selector}
+            told = {"question": question.text, **answer.fields(wanted), "selector": wanted.selector}
             told |= {"options": wanted.options, "store": served.name, "model": served.model}
             told |= {"stored_tokens": served.tokens, "server": server.url, "prompt_tokens": answer.prompt}
             told |= {"cached_tokens": answer.cached} | ({"stats": answer.stats} if answer.stats else {})
             output.answer_json(told)
         else:
-            show(pieces)
+            show(held(pieces, lambda: answer.grounded, wanted.least))
+            tell_grounded(answer.grounded)
             tell_cut(answer.finish, wanted.max_new_tokens)
     if wanted.cite and not question.as_json:
         output.note(cited_text(answer.cited))
@@ -190,9 +195,11 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
         output.note(answer.describe(time.monotonic() - began))
 
 
-def answer_fields(given: Answer) -> dict[str, object]:
+def answer_fields(given: Answer, least: float | None = None) -> dict[str, object]:
+    """An answer for JSON; what is grounded less than `least` is said not to be in the text."""
     cited = {} if given.citations is None else {"citations": list(map(asdict, given.citations))}
-    return {"answer": given.text, "tokens": len(given.tokens), "finish": given.finish, **cited}
+    told = {"answer": output.if_grounded(given.text, given.grounded, least), "grounded": given.grounded}
+    return told | {"tokens": len(given.tokens), "finish": given.finish, **cited}
 
 
 def _differences(manifest: Manifest, asked: str) -> Iterator[str]:
@@ -223,6 +230,21 @@ def show(pieces: Iterable[str]) -> None:
         begun = begun or bool(shown)
         output.generated(shown)
     output.generated("", end="\n")
+
+
+def held(pieces: Iterable[str], grounded: Callable[[], float | None], least: float | None) -> Iterable[str]:
+    """The pieces of an answer; all at once, where it must be grounded by `least` to be shown."""
+    if least is None:
+        yield from pieces
+    else:
+        text = "".join(pieces)
+        yield output.if_grounded(text, grounded(), least)
+
+
+def tell_grounded(grounded: float | None) -> None:
+    """Say on stderr how likely an answer stands in the text, where that is known."""
+    if grounded is not None:
+        output.note(f"grounded {grounded:.2f}")
 
 
 def tell_cut(finish: str, most: int, room: int = 1) -> None:
@@ -304,10 +326,13 @@ def _ask_collection(
             continue
         if question.as_json:
             place = {"document": entry.name, "store": asked.collection.address(entry)}
-            answers[entry.name] = {**place, **answer_fields(result), "stats": asdict(result.stats)}
+            told = answer_fields(result, question.wanted.least)
+            answers[entry.name] = {**place, **told, "stats": asdict(result.stats)}
         else:
             output.answer(output.one_line(entry.name), end=": ")
-            output.generated(result.text, end="\n")
+            text = output.if_grounded(result.text, result.grounded, question.wanted.least)
+            output.generated(text, end="\n")
+            tell_grounded(result.grounded)
             if result.citations is not None:
                 output.note(cited_text(result.citations))
         if question.stats:

@@ -31,12 +31,13 @@ from offload_decode.cli.questions import (
     read_answered,
     read_questions,
 )
-from offload_decode.cli.together import Together, TogetherChoice, refuse_elsewhere
+from offload_decode.cli.together import Together, TogetherChoice, refuse_others
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
+    from offload_decode.types import Answer
 
 
 @with_groups
@@ -67,6 +68,7 @@ def batch(
         option("N", "Questions in one forward pass, or sent to a server at a time.", min=1, panel=EVERYDAY),
     ] = 8,
     cites: opts.Cite = False,
+    only_grounded: opts.OnlyGrounded = None,
     workers: Annotated[
         str | None,
         workers_option(
@@ -80,8 +82,8 @@ def batch(
     """Ask many questions of many stores.
 
     Every question goes to every store, unless its line names one ("id" and "store" are optional). Each answer
-    is a line with "id", "store", "question", "answer", "tokens" (their number), "finish", the settings,
-    "citations" with --cite, and all other fields of the question's line.
+    is a line with "id", "store", "question", "answer", "grounded", "tokens" (their number), "finish", the
+    settings, "citations" with --cite, and all other fields of the question's line.
 
     In a collection, a question goes to the documents that --all, --top and --where choose, or to the one that
     its line names as "document"; the answer's line names its "document". With --together, each question gets
@@ -96,7 +98,7 @@ def batch(
     if address is not None:
         client.check_server_options(options)
     server = address is not None
-    refuse_elsewhere(together, server, workers is not None)
+    refuse_others(together, server, workers is not None, only_grounded is not None)
     cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     check_out(out)
     read = read_questions(questions)
@@ -114,7 +116,8 @@ def batch(
         else:
             given = [os.path.normpath(store) for store in stores]
             asked = assign(read, given, among(given))
-        job = Batch(options, out, collection, max_new_tokens, batch_size, cites, progress, together.settings)
+        settings = cites, only_grounded, progress, together.settings
+        job = Batch(options, out, collection, max_new_tokens, batch_size, *settings)
         answered = read_answered(out, job.settings)
         left = {store: [q for q in group if q.key(store) not in answered] for store, group in asked.items()}
         job.total = sum(map(len, left.values()))
@@ -155,6 +158,7 @@ class Batch:
     max_new_tokens: int
     size: int
     cites: bool
+    least: float | None
     progress: Progress
     together: Mapping[str, object]
     total: int = 0
@@ -167,7 +171,12 @@ class Batch:
         config = self.options.config
         told = {"selector": config.selector, "options": config.options, "max_new_tokens": self.max_new_tokens}
         told |= {"model": config.model, "weights": config.weights, **self.together}
-        return told | ({"cite": True} if self.cites else {})
+        told |= {"cite": True} if self.cites else {}
+        return told | ({} if self.least is None else {"only_grounded": self.least})
+
+    def fields(self, answers: Iterable[Answer]) -> list[dict[str, object]]:
+        """What the lines of answers say of them."""
+        return [answer_fields(answer, self.least) for answer in answers]
 
     def write(self, store: str, answered: Iterable[tuple[Question, Mapping[str, object]]]) -> None:
         """Append answers to questions, as the fields that each has, to the output, and show the progress."""
@@ -206,7 +215,7 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
                 for part in job.parts(group):
                     texts = [question.text for question in part]
                     answers = engine.answer_many(texts, job.max_new_tokens, job.size, job.cites)
-                    job.write(store, zip(part, map(answer_fields, answers), strict=True))
+                    job.write(store, zip(part, job.fields(answers), strict=True))
                     answered += len(part)
         except OffloadDecodeError as error:
             job.fail(store, len(group) - answered, error)
@@ -243,7 +252,7 @@ def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch
         if isinstance(result, OffloadDecodeError):
             job.fail(store, len(group), result)
         else:
-            job.write(store, zip(group, map(answer_fields, result), strict=True))
+            job.write(store, zip(group, job.fields(result), strict=True))
 
 
 def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Batch) -> None:
@@ -251,7 +260,8 @@ def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Ba
     concern a single question.
     """
     config = job.options.config
-    wanted = AnswerOptions(config.selector, config.options, job.max_new_tokens, cite=job.cites)
+    way = config.selector, config.options, job.max_new_tokens
+    wanted = AnswerOptions(*way, cite=job.cites, least=job.least)
     stopped = Event()
 
     def ask(server: Server, name: str, question: Question) -> ServerAnswer:
@@ -281,7 +291,7 @@ def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Ba
                 if isinstance(failure := done.exception(), OffloadDecodeError):
                     job.fail(store, 1, failure)
                 else:
-                    job.write(store, [(question, done.result().fields(wanted.cite))])
+                    job.write(store, [(question, done.result().fields(wanted))])
         finally:
             stopped.set()  # Ctrl-C: threads stop at the next piece
             pool.shutdown(cancel_futures=True)

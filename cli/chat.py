@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import client, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.ask import show, tell_cut
+from offload_decode.cli.ask import held, show, tell_cut, tell_grounded
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.collections import DocumentChoice, open_collection
 from offload_decode.cli.errors import sentence
 from offload_decode.cli.limits import AskOptions, check_options, open_engine
 from offload_decode.cli.options import From, on_this_machine, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.together import Talk, Together, TogetherChoice, refuse_elsewhere
+from offload_decode.cli.together import Talk, Together, TogetherChoice, refuse_others
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
@@ -61,6 +61,7 @@ def chat(
     temperature: opts.Temperature = 0.0,
     top_p: opts.TopP = 1.0,
     seed: opts.Seed = 0,
+    only_grounded: opts.OnlyGrounded = None,
 ) -> None:
     """Hold a conversation about a store.
 
@@ -71,9 +72,10 @@ def chat(
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
-    refuse_elsewhere(together, address is not None, workers=False)
+    refuse_others(together, address is not None, False, only_grounded is not None)
     config = options.config
-    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed)
+    drawn = temperature, top_p, seed
+    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *drawn)
     if together.together is not None:
         with open_collection(stores, None, DocumentChoice(), Progress) as asked:
             together.check(stores, asked)
@@ -90,12 +92,13 @@ def chat(
         with Server(address) as server:
             served = server.served(str(store))
             remote = RemoteTranscript(server, served.name, wanted)
-            _Chat(remote, at_terminal).run(served.tokens)
+            _Chat(remote, at_terminal, only_grounded).run(served.tokens)
         return
     if at_terminal:
         output.note(f"Opening {store} and loading its model …")
     engine = open_engine(store, options)
-    _Chat(Transcript(engine, max_new_tokens, wanted.sampler), at_terminal).run(engine.prefix.length)
+    transcript = Transcript(engine, max_new_tokens, wanted.sampler)
+    _Chat(transcript, at_terminal, only_grounded).run(engine.prefix.length)
 
 
 @dataclass
@@ -130,6 +133,11 @@ class Transcript:
                 yield token
 
         return self.engine.pieces(generated())
+
+    @property
+    def grounded(self) -> float | None:
+        """How likely the last answer stands in the text."""
+        return self.engine.grounded
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length."""
@@ -210,6 +218,7 @@ class RemoteTranscript:
     wanted: AnswerOptions
     turns: list[dict[str, str]] = field(default_factory=list)  # messages
     finish: str = ""
+    grounded: float | None = None
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer; if interrupted, the part that arrived stays."""
@@ -220,7 +229,7 @@ class RemoteTranscript:
                 self.turns = [*messages, message]
             message["content"] = answer.text
             yield piece
-        self.finish = answer.finish
+        self.finish, self.grounded = answer.finish, answer.grounded
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length."""
@@ -250,6 +259,7 @@ class JointTranscript:
     sampler: Sampler
     turns: list[str] = field(default_factory=list)  # questions
     talk: Talk | None = None
+    grounded: float | None = None  # it is told of one store alone
     _held: ExitStack = field(default_factory=ExitStack)
 
     def answer(self, question: str) -> Iterator[str]:
@@ -287,6 +297,7 @@ class _Chat:
 
     transcript: Transcript | RemoteTranscript | JointTranscript
     at_terminal: bool
+    least: float | None = None
 
     def run(self, stored: int | None) -> None:
         if self.at_terminal:
@@ -347,7 +358,8 @@ class _Chat:
             case _ if command.startswith("/"):
                 output.note(f"There is no command {command}: /help lists them.")
             case _ if line:
-                show(self.transcript.answer(line))
+                show(held(self.transcript.answer(line), lambda: self.transcript.grounded, self.least))
+                tell_grounded(self.transcript.grounded)
                 self.transcript.tell_cut()
         return False
 

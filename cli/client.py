@@ -52,7 +52,9 @@ class ServerAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How an answer is generated; `cite`: report what it attended to."""
+    """How an answer is generated; `cite`: report what it attended to; `least`: of what is grounded less, say
+    that it is not in the text.
+    """
 
     selector: str
     options: Mapping[str, object]
@@ -61,6 +63,7 @@ class AnswerOptions:
     top_p: float = 1.0
     seed: int = 0
     cite: bool = False
+    least: float | None = None
 
     @property
     def sampler(self) -> Sampler:
@@ -80,7 +83,8 @@ class Served(NamedTuple):
 @dataclass
 class ServerAnswer:
     """The part of an answer that has arrived: `tokens` of it, to a prompt of `prompt` tokens, of which
-    `cached` are stored or in the prefix cache. `stats` and `citations` come last, as the server sends them.
+    `cached` are stored or in the prefix cache. `stats`, `citations` and `grounded` come last, as the server
+    sends them.
     """
 
     text: str = ""
@@ -90,6 +94,7 @@ class ServerAnswer:
     cached: int = 0
     stats: Mapping[str, Any] | None = None
     citations: list[Any] | None = None
+    grounded: float | None = None
 
     @property
     def cited(self) -> list[CitedDocument]:
@@ -102,9 +107,10 @@ class ServerAnswer:
         except ValidationError as error:
             raise ServerError("the server's citations cannot be read: it runs another release") from error
 
-    def fields(self, cites: bool) -> dict[str, object]:
-        cited = {"citations": list(map(asdict, self.cited))} if cites else {}
-        return {"answer": self.text.strip(), "tokens": self.tokens, "finish": self.finish, **cited}
+    def fields(self, wanted: AnswerOptions) -> dict[str, object]:
+        cited = {"citations": list(map(asdict, self.cited))} if wanted.cite else {}
+        told = {"answer": output.if_grounded(self.text.strip(), self.grounded, wanted.least)}
+        return told | {"grounded": self.grounded, "tokens": self.tokens, "finish": self.finish, **cited}
 
     def describe(self, seconds: float) -> str:
         prompt = f"{self.prompt:,} tokens, {self.cached:,} of them stored or cached"
@@ -303,6 +309,7 @@ def _text_of(chunk: dict[str, Any], answer: ServerAnswer) -> str:
         answer.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     answer.stats = chunk.get("stats") or answer.stats
     answer.citations = chunk.get("citations") or answer.citations
+    answer.grounded = chunk.get("grounded", answer.grounded)
     for choice in chunk["choices"]:
         answer.finish = choice.get("finish_reason") or answer.finish
         return str(choice["delta"].get("content") or "")

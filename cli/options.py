@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import re
 import sys
@@ -113,6 +114,17 @@ def byte_count(text: str) -> int:
     return size
 
 
+def a_share(text: str) -> float:
+    """A share such as `0.5`. Raises `ConfigError` for what is not from 0 to 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ConfigError(f"'{text:.{_SHOWN}}' is no share: write one from 0 to 1, like 0.5")
+    return share
+
+
 # Shell completion; Typer leaves out what does not begin as the word does.
 
 
@@ -199,6 +211,15 @@ StoreOrCollection = Annotated[
 MaxNewTokens = Annotated[int, option("N", "Maximum number of tokens in an answer.", min=1, panel=EVERYDAY)]
 Cite = Annotated[
     bool, option(None, "Show which documents and passages the answer attended to.", "--cite", panel=EVERYDAY)
+]
+OnlyGrounded = Annotated[
+    float | None,
+    option(
+        "SHARE",
+        "Answer 'not in the text' where the answer is grounded less than this, such as 0.5.",
+        parser=a_share,
+        panel=EVERYDAY,
+    ),
 ]
 
 Selector = Annotated[

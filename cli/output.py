@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
+from offload_decode.common.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 # Control characters except tabs and newlines, and those that reverse the direction of writing.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+NOT_IN_TEXT = "not in the text"
 _BREAKS = re.compile("[\t\n\u2028\u2029]")
 
 
@@ -43,6 +46,20 @@ def answer(text: str, end: str = "\n") -> None:
 def generated(text: str, end: str = "") -> None:
     """Print a part of what a model wrote, at once."""
     print(shown(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def if_grounded(text: str, grounded: float | None, least: float | None) -> str:
+    """An answer, or what stands for it where it is grounded less than `least`. Raises `ConfigError` where
+    that is not known.
+    """
+    if least is None:
+        return text
+    if grounded is None:
+        raise ConfigError(
+            "how grounded an answer is was not measured for this model: ask Qwen2.5 0.5B, or leave "
+            "--only-grounded out"
+        )
+    return text if grounded >= least else NOT_IN_TEXT
 
 
 def answer_json(value: object) -> None:

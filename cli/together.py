@@ -97,9 +97,9 @@ class TogetherChoice:
         return assign(questions, [every], lambda question: [every])
 
 
-def refuse_elsewhere(choice: TogetherChoice, server: bool, workers: bool) -> None:
-    """Raise `ConfigError` for --together with what asks stores elsewhere."""
-    for other, given in (("--server", server), ("--workers", workers)):
+def refuse_others(choice: TogetherChoice, server: bool, workers: bool, grounded: bool) -> None:
+    """Raise `ConfigError` for --together with what asks stores elsewhere, or must be grounded in one."""
+    for other, given in (("--server", server), ("--workers", workers), ("--only-grounded", grounded)):
         if choice.together is not None and given:
             raise ConfigError(f"--together and {other} do not go together: leave one of them out")
 

@@ -238,7 +238,7 @@ class Watch:
                 self._line |= {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached}
             case Delta(index, _, tokens) if tokens:
                 self._written(index, len(tokens))
-            case Ended(_, finish):
+            case Ended(_, finish, _):
                 counts.ended[finish].inc()
                 self._reasons.append(finish)
             case Done():

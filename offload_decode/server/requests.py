@@ -60,13 +60,14 @@ class AskOptions:
 class Request(AskOptions):
     """A prompt and how it is to be answered.
 
-    tokens: what follows the stored ones, question and earlier turns, all of it. prompt_logprobs: None, or as
-    `top_logprobs`, for the tokens of the prompt. raw: keep white space around an answer. shown: special
-    tokens that are part of an answer's text, as these texts. passages: in place of an answer, so many at most
-    that the prompt attends to.
+    tokens: what follows the stored ones, question and earlier turns, all of it. question: the text that is
+    answered, the last turn alone. prompt_logprobs: None, or as `top_logprobs`, for the tokens of the prompt.
+    raw: keep white space around an answer. shown: special tokens that are part of an answer's text, as these
+    texts. passages: in place of an answer, so many at most that the prompt attends to.
     """
 
     tokens: tuple[int, ...] = ()
+    question: str = ""
     prompt_logprobs: int | None = None
     raw: bool = False
     shown: Mapping[int, str] = field(default_factory=dict)
@@ -132,11 +133,14 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class Ended:
-    """Answer `index` is whole. stop: the string of the request that ended it, if one did."""
+    """Answer `index` is whole. stop: the string of the request that ended it, if one did. grounded: as
+    `offload_decode.types.Answer` has it.
+    """
 
     index: int
     finish: Finish
     stop: str | None = None
+    grounded: float | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,7 @@ class WrittenAnswer:
     finish: Finish = "stop"
     calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
+    grounded: float | None = None
 
 
 @dataclass
@@ -195,8 +200,9 @@ class AnsweredRequest:
                 one.tokens += tokens
                 one.calls += calls
                 one.reasoning += reasoning
-            case Ended(index, finish):
-                self.answers.setdefault(index, WrittenAnswer()).finish = finish
+            case Ended(index, finish, _, grounded):
+                one = self.answers.setdefault(index, WrittenAnswer())
+                one.finish, one.grounded = finish, grounded
             case Done():
                 self.done = event
 

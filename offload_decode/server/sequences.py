@@ -17,6 +17,7 @@ from torch import Tensor
 from offload_decode.engine.batching import Turn
 from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.grounded import Evidence
 from offload_decode.engine.text import Pieces
 from offload_decode.models.prompt import next_turn
 from offload_decode.planning.sizes import generated_bytes
@@ -106,6 +107,7 @@ class RunningSequence:
     text: Text
     most: int
     ends: frozenset[int]
+    evidence: Evidence
     tokens: int = 0
     token: int = -1
     finish: Literal["stop", "length"] | None = None
@@ -125,6 +127,7 @@ class RunningRequest:
         self.stats = StepStats()
         self.watch: Watch | None = None  # what its answers attend to, where that is asked for
         self._cites = (request.cite or request.passages > 0) and target.stored
+        self._evidence = Evidence()
         self._emit = emit
         self.followed = followed
         self._rest = request.tokens
@@ -185,8 +188,8 @@ class RunningRequest:
         """The next turns to run: `share` tokens of the prompt, or one token of each answer."""
         if self._rest:
             # The question's last token counts, and its answer's; or all of a question that has no answer.
-            if self._cites and (self.request.passages or share >= len(self._rest)):
-                self._see(self.conversation)
+            if self.request.passages or share >= len(self._rest):
+                self._look()
             turn = Turn(self.conversation, self._rest[:share], self.request.prompt_logprobs is not None)
             return [ScheduledTurn(self, turn, partial(self._asked, share))]
         return [
@@ -204,7 +207,7 @@ class RunningRequest:
     def forget(self) -> None:
         """Free its memory."""
         self._conversation = self._last = None
-        self.sequences, self.watch = [], None
+        self.sequences, self.watch, self._evidence = [], None, Evidence()
         self._emit = lambda event: None  # which leads back here, by the tickets of who reads the events
 
     @property
@@ -212,9 +215,13 @@ class RunningRequest:
         """Tokens of an answer, when the rest of the prompt has run."""
         return self.conversation.most_new(self.request.generation.max_tokens or 0, len(self._rest))
 
-    def _see(self, conversation: Conversation) -> None:
-        self.watch = self.watch or Watch(conversation.prefix.host, whole=self.request.passages > 0)
-        conversation.prefix.watches = (self.watch,)
+    def _look(self) -> None:
+        prefix = self.conversation.prefix
+        if self._cites:
+            self.watch = self.watch or Watch(prefix.host, whole=self.request.passages > 0)
+        beside = () if self.watch is None else (self.watch,)
+        self._evidence = self.conversation.evidence_of(self.request.question, beside)
+        prefix.watches = self._evidence.observers
 
     def _asked(self, share: int, logits: Tensor) -> None:
         """A part of the prompt has run: `logits [V]` after it, or `[T, V]` after each of its tokens."""
@@ -239,12 +246,12 @@ class RunningRequest:
                 self.emit(Ended(index, "length"))
             return
         for index, conversation in enumerate([first, *(first.fork() for _ in range(request.n - 1))]):
-            if index and self._cites:
-                self._see(conversation)
             ends = conversation.end_tokens
             picker = Picker(loaded, conversation.tokens, ends, request.generation, most, index)
             text = Text(loaded.known_tokenizer, self._stops, request.raw, request.shown)
-            one = RunningSequence(index, conversation, picker, text, most, ends)
+            evidence = self._evidence.fork() if index else self._evidence
+            conversation.prefix.watches = evidence.observers
+            one = RunningSequence(index, conversation, picker, text, most, ends, evidence)
             self.sequences.append(one)
             self._take(one, logits)
 
@@ -263,6 +270,8 @@ class RunningRequest:
                 self.emit(Delta(one.index, "", (picked,)))  # whoever scores a text counts on a token after it
             self._end(one, "stop")
             return
+        one.evidence.add(picked.token)
+        one.conversation.prefix.watches = one.evidence.observers
         one.token, one.tokens = picked.token, one.tokens + 1
         text = one.text.push(picked.token)
         whole = one.picker.append(picked.token) or one.text.stopped is not None
@@ -275,4 +284,4 @@ class RunningRequest:
             self.emit(Delta(one.index, rest, ()))
         one.finish = finish
         stop = one.text.stopped if one.text.stopped in self.request.generation.stop else None
-        self.emit(Ended(one.index, finish, stop))
+        self.emit(Ended(one.index, finish, stop, self.target.start.grounds(one.evidence)))

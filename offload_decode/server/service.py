@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from offload_decode.engine.text import decode
 from offload_decode.planning.sizes import generated_bytes
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.chat_prompt import (
@@ -22,7 +23,7 @@ from offload_decode.server.chat_prompt import (
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.loaded_models import LoadedModels, Releases, Target
 from offload_decode.server.matching import Matcher
-from offload_decode.server.messages import answer_object
+from offload_decode.server.messages import answer_object, read_messages
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.prefix_cache import AnswerTokens, PrefixCache
 from offload_decode.server.reasoning import marks_reasoning, reasoning_apart
@@ -120,7 +121,8 @@ class Service:
             tokens = chat_tokens(loaded, stored, asked.messages, tools, self.answer_tokens, scope, options)
             keep = partial(keep_answer, loaded, asked.messages, answer_tokens=self.answer_tokens, scope=scope)
             emit = _recorded(emit, keep)
-            more: dict[str, Any] = {}
+            turns = read_messages(asked.messages)
+            more: dict[str, Any] = {"question": next(one.text for one in turns[::-1] if one.role == "user")}
             if choice is not None:
                 emit, more["shown"] = calls_apart(emit, choice.form, choice.names), choice.shown
                 if choice.grammar is not None:
@@ -137,8 +139,9 @@ class Service:
             if isinstance(asked.prompt, str):
                 self._check_letters(len(asked.prompt))
             tokens = completion_tokens(target.loaded, target.stored, asked.prompt)
-            top = asked.prompt_logprobs
-            return self._submit(asked, target, tokens, emit, prompt_logprobs=top, raw=True)
+            top, prompt = asked.prompt_logprobs, asked.prompt
+            text = prompt if isinstance(prompt, str) else decode(target.loaded.known_tokenizer, prompt)
+            return self._submit(asked, target, tokens, emit, question=text, prompt_logprobs=top, raw=True)
 
     def search(self, asked: SearchRequest, emit: Emit) -> Ticket:
         """Ask for the passages that a question attends to: the last event has them. Raises as `chat`."""

@@ -139,7 +139,7 @@ def calls_apart(emit: Emit, form: Form, names: frozenset[str]) -> Emit:
             if text or calls:
                 emit(Delta(event.index, text, (), calls))
             if parsers[event.index].called and event.finish == "stop":
-                event = Ended(event.index, "tool_calls")
+                event = replace(event, finish="tool_calls")
         emit(event)
 
     return pass_on

@@ -77,7 +77,8 @@ class FakeService:
 
     `fault` is raised when something is asked; `early` and `late` are what a request fails with before and
     after its first token; `reasoning` goes before the text and `calls` are made after it; `stop` ends it;
-    `pace_s` is the time between tokens, `wait_s` that before the first event.
+    `pace_s` is the time between tokens, `wait_s` that before the first event; `grounded` is told of each
+    answer.
     """
 
     def __init__(self, settings: Settings | None = None):
@@ -98,6 +99,7 @@ class FakeService:
         self.early: Exception | None = None
         self.late: Exception | None = None
         self.pace_s = self.wait_s = 0.0
+        self.grounded: float | None = None
         self.closed = False
         self.metrics = Metrics()
 
@@ -182,7 +184,8 @@ class FakeService:
             if self.calls:
                 yield Delta(index, "", (), self.calls)
             ended = "tool_calls" if self.calls else "stop"
-            yield Ended(index, ended if len(text) == whole else "length", self.stop)
+            finish = ended if len(text) == whole else "length"
+            yield Ended(index, finish, self.stop, self.grounded)
         usage = Usage(STORED + len(prompt), STORED, asked.n * len(text))
         yield Done(usage, StepStats(tokens=len(text), bytes_moved=1000), CITED if asked.cite else None)
 

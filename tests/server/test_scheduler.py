@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError, ContextEnds, StoreDamaged
+from offload_decode.engine import grounded
 from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
 from offload_decode.server.requests import Busy, Delta, Ended, Generation, Prompted, TimedOut, TooLarge
@@ -316,6 +317,18 @@ def test_an_answer_names_the_passages_it_attended_to(service):
         "nor do they go on watching"
     )
     assert ask(service).all().citations is None
+
+
+def test_an_answer_is_as_grounded_as_that_of_an_engine(service, shelf, monkeypatch):
+    monkeypatch.setattr(grounded, "kind_of", lambda config: "any")
+    monkeypatch.setitem(grounded.WEIGHTS, "any", grounded.Weights(-0.5, 3.0, 1.0))
+    engine = Engine.open(shelf / "stores" / "book.kv", options={"budget": "24"})
+    expected = engine.answer("Why is it so?", 20).grounded
+    for cite in (False, True):
+        heard = ask(service, question="Why is it so?", tokens=20, cite=cite).all()
+        assert heard.answers[0].grounded == pytest.approx(expected, abs=1e-4)
+    both = ask(service, question="Why is it so?", n=2, tokens=20).all().answers
+    assert [one.grounded for one in both.values()] == pytest.approx([expected] * 2, abs=1e-4)
 
 
 def test_a_failed_request_emits_no_more_events(service, monkeypatch):

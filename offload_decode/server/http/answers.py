@@ -25,6 +25,7 @@ from offload_decode.server.http.streaming import DONE, Reply
 from offload_decode.server.requests import (
     AnsweredRequest,
     Done,
+    Ended,
     Event,
     Generation,
     Scored,
@@ -262,9 +263,11 @@ def _parsed(schema: dict[str, Any] | str, field: str) -> Any:
 
 class Cost(BaseModel):
     """What was asked for by `citations`: what an answer attended to, and what it cost. `warnings`: what was
-    not done as it was asked for, in whole answers and in the last chunk with usage or cost.
+    not done as it was asked for, in whole answers and in the last chunk with usage or cost. `grounded`: how
+    likely an answer stands in the text, in the chunk that ends it; of several whole answers, the least.
     """
 
+    grounded: float | None = None
     citations: list[CitedDocument] | None = None
     stats: StepStats | None = None
     warnings: list[str] | None = None
@@ -292,6 +295,12 @@ def make(kind: type[M], field: str, **fields: Any) -> M:
 def cost(body: AskBody, done: Done) -> dict[str, Any]:
     """The fields of `Cost`, where they were asked for."""
     return {"stats": done.stats, "citations": list(done.citations or ())} if body.citations else {}
+
+
+def grounded(answers: Sequence[float | None]) -> dict[str, float]:
+    """The field of `Cost` that tells the least of some answers, where there is one."""
+    known = [one for one in answers if one is not None]
+    return {"grounded": min(known)} if known else {}
 
 
 def finite(logprob: float | None) -> float:
@@ -329,8 +338,9 @@ class AnswerReply(Reply, ABC):
 
     async def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]:
         shared = self._fields | ({"usage": None} if self._usage else {})
+        ended = grounded([event.grounded]) if isinstance(event, Ended) else {}
         async for choice in self.choices(part, event):
-            yield make(self.part, "object", **shared, choices=[choice])
+            yield make(self.part, "object", **shared | ended, choices=[choice])
         if isinstance(event, Done):
             self.collect(part, event)
             last = self._cost | ({"usage": self._total()} if self._usage else {})
@@ -344,7 +354,8 @@ class AnswerReply(Reply, ABC):
             for part, request in sorted(self.answered.items())
             for index, one in sorted(request.answers.items())
         ]
-        fields = self._fields | self._cost | self._warned
+        every = [one.grounded for request in self.answered.values() for one in request.answers.values()]
+        fields = self._fields | grounded(every) | self._cost | self._warned
         return make(self.answer, "object", **fields, choices=choices, usage=self._total())
 
     async def texts(self, tokens: Sequence[Scored]) -> dict[int, str]:

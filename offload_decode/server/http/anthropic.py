@@ -170,7 +170,7 @@ class MessageReply(BlockReply):
         reasons = {"stop": ended, "length": "max_tokens", "tool_calls": "tool_use"}
         told = {"stop_reason": reasons[self.finish], "stop_sequence": self.stop}
         self._message = self._message.model_copy(
-            update={**told, "usage": _used(event.usage), **(more := cost(self._body, event))}
+            update={**told, "usage": _used(event.usage), **(more := self.grounded | cost(self._body, event))}
         )
         yield _event("message_delta", delta=told, usage=self._message.usage, **more)
         yield _event("message_stop")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from offload_decode.server.http.answers import grounded
 from offload_decode.server.http.streaming import Reply
 from offload_decode.server.requests import Delta, Done, Ended, Event, Finish, Prompted, ToolCall
 
@@ -25,6 +26,7 @@ class BlockReply(Reply, ABC):
         self._empty = True
         self.finish: Finish = "stop"
         self.stop: str | None = None
+        self.grounded: dict[str, float] = {}  # the field of `Cost`, where it is known
 
     def prompted(self, event: Prompted) -> Iterator[BaseModel]:
         """The prompt has run."""
@@ -68,8 +70,8 @@ class BlockReply(Reply, ABC):
                     yield from self._close()
                     yield from self.called(call)
                     self._empty = False
-            case Ended(_, finish, stop):
-                self.finish, self.stop = finish, stop
+            case Ended(_, finish, stop, known):
+                self.finish, self.stop, self.grounded = finish, stop, grounded([known])
                 if self._empty:
                     yield from self._open("text")
                 yield from self._close()

@@ -213,7 +213,7 @@ class CompletionReply(AnswerReply):
                     yield await self._more(first + index, self._echoed[part], scores or ())
             case Delta(index, text, tokens) if text or (self._logprobs and tokens):
                 yield await self._more(first + index, text, tokens)
-            case Ended(index, finish):
+            case Ended(index, finish, _):
                 yield _choice(first + index, "", finish)
 
     async def _more(self, index: int, text: str, tokens: Sequence[Scored]) -> CompletionChoice:

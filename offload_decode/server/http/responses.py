@@ -322,7 +322,7 @@ class ResponseReply(BlockReply):
             output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
             total_tokens=used.prompt + used.completion,
         )
-        for name, value in cost(self._body, event).items():
+        for name, value in (self.grounded | cost(self._body, event)).items():
             setattr(self._object, name, value)
         self._keep(self._object.id, answer_object(self._object.output_text, self._calls))
         if self.finish == "length":

@@ -115,6 +115,18 @@ def test_citations_and_cost_come_with_the_answer(client, stream):
     assert last.to_dict()["stats"]["bytes_moved"] == 1000
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_tells_how_grounded_it_is(client, service, stream):
+    service.grounded = 0.25
+    answers = client.chat.completions.create(**ASKED, stream=stream)
+    told = [one.to_dict().get("grounded") for one in (answers if stream else [answers])]
+    assert told[-1] == 0.25
+    assert set(told[:-1]) <= {None}
+    service.grounded = None
+    answers = client.chat.completions.create(**ASKED, stream=stream)
+    assert all("grounded" not in one.to_dict() for one in (answers if stream else [answers]))
+
+
 def test_calls_of_tools_come_whole_and_in_order(client, service):
     service.calls = (ToolCall("c1", "find", '{"name": "Ada"}'), ToolCall("c2", "find", "{}"))
     function = {"name": "find", "parameters": {"type": "object"}}

@@ -140,7 +140,7 @@ async function answer(turn, signal) {
       spoken.write(choice.delta.content);
     }
     cut ||= choice?.finish_reason === "length";
-    for (const part of ["usage", "stats", "citations"]) last[part] = chunk[part] ?? last[part];
+    for (const part of ["usage", "stats", "citations", "grounded"]) last[part] = chunk[part] ?? last[part];
   }
   turn.element.classList.toggle("cut", cut);
   turn.end(cut ? "The answer was cut off at its most tokens: ask for more in the settings, or to go on." : turn.answer.trim() ? "" : "The answer is empty.");

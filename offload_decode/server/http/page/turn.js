@@ -45,7 +45,7 @@ export class Turn {
   }
 
   /** The last chunk: what the answer cost, and what it attended to. */
-  tell({ usage, stats, citations }, corpus) {
+  tell({ usage, stats, citations, grounded }, corpus) {
     const figures = [];
     const seconds = (this.#last - this.#first) / 1000;
     if (usage?.completion_tokens > 1 && seconds > 0) {
@@ -57,6 +57,7 @@ export class Turn {
       figures.push(["prompt tokens cached", `${whole.format(cached)} of ${whole.format(usage.prompt_tokens)}`]);
     }
     if (stats && corpus) figures.push(["keys and values read", bytes(stats.bytes_moved)]);
+    if (grounded !== undefined) figures.push(["grounded", grounded.toFixed(2)]);
     const list = this.find(".figures");
     list.replaceChildren(...figures.map(figure));
     list.hidden = !figures.length;

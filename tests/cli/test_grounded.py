@@ -1,0 +1,69 @@
+"""`grounded` on the command line: the same however one asks, and what --only-grounded says below it."""
+
+import pytest
+
+from offload_decode.cli.output import NOT_IN_TEXT
+from offload_decode.engine import grounded
+from offload_decode.engine.grounded import Weights
+from tests.cli.conftest import batch, json_of, lines_of, refused, run, write_lines
+from tests.server.http.conftest import running, service, url
+
+__all__ = ["running", "service", "url"]
+
+QUESTION = "What is the colour of thing 3?"
+ASK = (QUESTION, "--max-new-tokens", "4")
+
+
+@pytest.fixture
+def measured(store, monkeypatch):
+    """A store whose model is one that was measured."""
+    monkeypatch.setattr(grounded, "kind_of", lambda config: "any")
+    monkeypatch.setitem(grounded.WEIGHTS, "any", Weights(-0.5, 3.0, 1.0))
+    return store
+
+
+def test_every_command_tells_the_same_number(measured, tmp_path):
+    told = json_of("ask", measured, *ASK)["grounded"]
+    assert 0 < told < 1
+    line = f"grounded {told:.2f}"
+    assert line in run("ask", measured, *ASK).err.splitlines()
+    assert line in run("chat", measured, *ASK[1:], stdin=QUESTION + "\n").err.splitlines()
+    questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
+    assert batch(questions, out, measured).code == 0
+    assert lines_of(out)[0]["grounded"] == pytest.approx(told, abs=1e-4)
+
+
+def test_below_the_threshold_the_answer_is_not_in_the_text(measured, tmp_path):
+    told = json_of("ask", measured, *ASK)
+    for least, said in ((told["grounded"], told["answer"]), (1.0, NOT_IN_TEXT)):
+        only = ("--only-grounded", str(least))
+        assert run("ask", measured, *ASK, *only).out.strip() == said
+        assert run("chat", measured, *ASK[1:], *only, stdin=QUESTION + "\n").out.strip() == said
+        shown = json_of("ask", measured, *ASK, *only)
+        assert (shown["answer"], shown["grounded"]) == (said, told["grounded"])
+    questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
+    assert batch(questions, out, measured, "--only-grounded", "1").code == 0
+    assert [one["answer"] for one in lines_of(out)] == [NOT_IN_TEXT]
+    assert lines_of(out)[0]["only_grounded"] == 1.0
+
+
+def test_of_a_model_that_was_not_measured_there_is_no_number(store):
+    assert json_of("ask", store, *ASK)["grounded"] is None
+    assert "grounded" not in run("ask", store, *ASK).err
+    told = run("ask", store, *ASK, "--only-grounded", "0.5")
+    assert told.code == 2
+    assert "was not measured for this model" in told.err
+
+
+def test_a_server_tells_it(url, service):
+    service.grounded = 0.25
+    ran = run("ask", "book", "Who?", "--server", url)
+    assert (ran.out, ran.err) == ("Who?\n", "grounded 0.25\n")
+    assert run("ask", "book", "Who?", "--server", url, "--only-grounded", "0.5").out == f"{NOT_IN_TEXT}\n"
+    told = json_of("ask", "book", "Who?", "--server", url, "--only-grounded", "0.2")
+    assert (told["answer"], told["grounded"]) == ("Who?", 0.25)
+
+
+@pytest.mark.parametrize("least", ["2", "-0.1", "nan", "much"])
+def test_a_threshold_is_a_share(store, least):
+    assert "is no share" in refused(2, "ask", store, *ASK, f"--only-grounded={least}")
