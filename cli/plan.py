@@ -69,13 +69,13 @@ def plan(
     if sys.stderr.isatty():
         output.note("Reading the model's config …")
 
-    from offload_decode.models.size_estimate import outline
+    from offload_decode.models.size_estimate import estimate_size
     from offload_decode.planning.plan import plan as plan_for
     from offload_decode.planning.proposals import most_tokens, nearest
 
     rows = None if chunk == "auto" else token_count(chunk)
     request = _request(wanted, rows, kv, weights, selector, options)
-    planned = plan_for(outline(model, rope), request, _machine(without_gpu, *sizes))
+    planned = plan_for(estimate_size(model, rope), request, _machine(without_gpu, *sizes))
     proposed = planned if planned.fits else nearest(planned)
     most = None if proposed else most_tokens(planned)
     if as_json:
@@ -128,32 +128,32 @@ def _counts(planned: Plan) -> str:
     from offload_decode.store.format import kv_kinds
     from offload_decode.types import PAGE_METADATA
 
-    outline, request = planned.outline, planned.request
-    shape, tokens = outline.shape, request.tokens
+    estimate, request = planned.estimate, planned.request
+    shape, tokens = estimate.shape, request.tokens
     layers, on_gpu = len(shape.full_layers), planned.machine.gpu is not None
-    if outline.packed:
-        whole = sizes.weights_bytes(replace(outline, packed=0), "auto")
-        weights = [(FORMATS[outline.format].name, outline.packed), (outline.dtype, whole)]
+    if estimate.packed:
+        whole = sizes.weights_bytes(replace(estimate, packed=0), "auto")
+        weights = [(FORMATS[estimate.format].name, estimate.packed), (estimate.dtype, whole)]
     else:
         weights = [
-            (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name, on_gpu))
-            for name in (("auto", "int8", "int4") if outline.linear else ("auto",))
+            (estimate.dtype if name == "auto" else name, sizes.weights_bytes(estimate, name, on_gpu))
+            for name in (("auto", "int8", "int4") if estimate.linear else ("auto",))
         ]
-    stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kv_kinds(shape)]
+    stores = [(kv, sizes.store_bytes(shape, tokens, kv, estimate.dtype)) for kv in kv_kinds(shape)]
     bounds = [
         (f"{page} tokens in {kind}", sizes.page_bytes(shape, tokens, page, kind, layers))
         for page in (16, 32, 64)
         for kind in PAGE_METADATA
     ]
-    positions = outline.lengths.describe(outline.lengths.chosen(tokens))
-    given = (shape, tokens, request.kv, outline.dtype)
+    positions = estimate.lengths.describe(estimate.lengths.chosen(tokens))
+    given = (shape, tokens, request.kv, estimate.dtype)
     costs = {kind: sizes.index_costs(kind, *given) for kind in usable()}
     indexes = [(kind, layers * (cost.memory or cost.file)) for kind, cost in costs.items()]
     each = output.size(planned.kv_bytes / tokens)
-    facts = [("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters")]
+    facts = [("model", f"{estimate.model_id}: {estimate.parameters / 1e9:,.3g} billion parameters")]
     facts.append(("corpus", f"{tokens:,} tokens, {each} of keys and values each"))
     facts += [("positions", positions)] if positions else []
-    facts += [("note", note)] if (note := outline.trained.note(tokens)) else []
+    facts += [("note", note)] if (note := estimate.trained.note(tokens)) else []
     listed = {"weights": weights, "store": stores, "page bounds": bounds, "indexes": indexes}
     for name, amounts in listed.items():
         facts.append((name, ", ".join(f"{one} {output.size(amount)}" for one, amount in amounts)))
@@ -265,9 +265,9 @@ def _as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dict[st
         )
 
     return {
-        "model": planned.outline.model_id,
-        "note": planned.outline.trained.note(planned.request.tokens) or None,
-        "positions": asdict(planned.outline.lengths.chosen(planned.request.tokens)),
+        "model": planned.estimate.model_id,
+        "note": planned.estimate.trained.note(planned.request.tokens) or None,
+        "positions": asdict(planned.estimate.lengths.chosen(planned.request.tokens)),
         "machine": asdict(planned.machine),
         "asked": one(planned),
         "proposed": one(proposed),

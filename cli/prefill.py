@@ -104,11 +104,11 @@ class RunOptions:
 
         from offload_decode.cli.compiling import announce_compiling
         from offload_decode.common.memory import own_memory
-        from offload_decode.models.size_estimate import outline
+        from offload_decode.models.size_estimate import estimate_size
         from offload_decode.planning.caps import apply_caps, check_prefill
 
         announce_compiling()
-        given = outline(model), chunk, self.dtype, self.device, caps, own_memory(), self.weights
+        given = estimate_size(model), chunk, self.dtype, self.device, caps, own_memory(), self.weights
         for told in check_prefill(*given):
             output.note(told)
         apply_caps(caps, self.device)

@@ -19,7 +19,7 @@ from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.hf.rope_scaling import parse_rope
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt, with_system
-from offload_decode.models.size_estimate import outline_of
+from offload_decode.models.size_estimate import estimate_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
 from offload_decode.prefill_jobs.chunks import prefill_chunks
@@ -400,7 +400,7 @@ def chunk_for(loaded: LoadedModel, tokens: int, kv: str) -> int:
     """
     if loaded.device.type != "cuda":
         return CPU_CHUNK
-    about = replace(outline_of(loaded.model, loaded.model_id, loaded.shape), dtype=loaded.dtype)
+    about = replace(estimate_of(loaded.model, loaded.model_id, loaded.shape), dtype=loaded.dtype)
     return largest_chunk(about, device_room(loaded.device), tokens, kv)
 
 

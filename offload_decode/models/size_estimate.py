@@ -27,7 +27,7 @@ from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import ModelShape
 
 _FORM = 7
-"""Version of a cached outline."""
+"""Version of a cached estimate."""
 _LONGEST = 256  # characters of a pattern
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
 
@@ -98,7 +98,7 @@ def _bits(quantization: dict[str, Any], rows: int, columns: int) -> float:
 
 
 @dataclass(frozen=True)
-class Outline:
+class SizeEstimate:
     """A model's shape and the sizes that memory and speed follow from.
 
     `dtype` is the checkpoint's. `parameters` counts all of them, `linear` those in the linear layers that a
@@ -143,11 +143,11 @@ class Outline:
         return self.packed > 0 and runs_packed(self.format, on_gpu)
 
 
-def outline(model_id: str, rope: str = "") -> Outline:
-    """The outline of a shipped model, a folder, a .gguf file or a transformers id, its RoPE scaled as `rope`
+def estimate_size(model_id: str, rope: str = "") -> SizeEstimate:
+    """The estimate of a shipped model, a folder, a .gguf file or a transformers id, its RoPE scaled as `rope`
     says (`hf.rope_scaling`); only the config is read.
 
-    Counting parameters takes seconds of imports: the outline of a folder or file is cached by its config's
+    Counting parameters takes seconds of imports: the estimate of a folder or file is cached by its config's
     bytes. Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
     source = source_of(model_id)
@@ -160,30 +160,30 @@ def outline(model_id: str, rope: str = "") -> Outline:
         path = Path(source) / CONFIG
     if not path.is_file():  # a transformers id, or an error that is raised below
         return _counted(model_id, rope)
-    of = ["outline", _FORM, rope, size, sha256(bounded(path)).hexdigest()]
+    of = ["estimate", _FORM, rope, size, sha256(bounded(path)).hexdigest()]
     found = cached(
         of, lambda: _counted(model_id, rope), lambda it: [asdict(it.shape), *astuple(it)[2:]], _parsed
     )
     return replace(found, model_id=model_id)
 
 
-def _parsed(stored: Any) -> Outline:
-    """A cached outline, without the name of its model; TypeError or ValueError for anything else."""
+def _parsed(stored: Any) -> SizeEstimate:
+    """A cached estimate, without the name of its model; TypeError or ValueError for anything else."""
     shape, *numbers, (switches, grows, table), trained = stored
     lengths = Lengths(tuple(map(int, switches)), *(one and int(one) for one in (grows, table)))
-    found = Outline("", shape_from(shape, FORMAT_VERSION, DTYPES), *numbers)
+    found = SizeEstimate("", shape_from(shape, FORMAT_VERSION, DTYPES), *numbers)
     found = replace(found, lengths=lengths, trained=Trained(*map(int, trained)))
-    if any(type(getattr(found, name)) is not kind for name, kind in get_type_hints(Outline).items()):
-        raise TypeError("not an outline")
+    if any(type(getattr(found, name)) is not kind for name, kind in get_type_hints(SizeEstimate).items()):
+        raise TypeError("not an estimate")
     return found
 
 
-def _counted(model_id: str, rope: str) -> Outline:
+def _counted(model_id: str, rope: str) -> SizeEstimate:
     config, shape = read_config(model_id, rope)
     with model_errors(f"cannot read the config of '{model_id}'"):
         with Unfilled(), torch.device("meta"):
             model = text_model(text_config(config))
-        found = replace(outline_of(model, model_id, shape), trained=trained_of(config, rope))
+        found = replace(estimate_of(model, model_id, shape), trained=trained_of(config, rope))
         if (quantization := quantization_of(config)) is None:
             return _of_file(found, Path(source_of(model_id)))
         packed, experts = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
@@ -191,7 +191,7 @@ def _counted(model_id: str, rope: str) -> Outline:
     return replace(found, linear=0, linear_rows=0, format=method, packed=packed, packed_experts=experts)
 
 
-def _of_file(found: Outline, source: Path) -> Outline:
+def _of_file(found: SizeEstimate, source: Path) -> SizeEstimate:
     """Of a GGUF file, whose blocks are mapped as they are where its architecture is known."""
     if source.suffix != SUFFIX:
         return found
@@ -206,8 +206,8 @@ def _of_file(found: Outline, source: Path) -> Outline:
     return replace(found, format=GGUF, dtype="bfloat16", packed=packed)
 
 
-def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
-    """The outline of a transformers model, on whatever device."""
+def estimate_of(model: Any, model_id: str, shape: ModelShape) -> SizeEstimate:
+    """The estimate of a transformers model, on whatever device."""
     config = model.config
     linear = [layer for _, _, layer in replaceable(model)]
     weights = list(model.parameters())
@@ -218,7 +218,7 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
     in_layers = list({weight for layer in layers for weight in layer.parameters()})
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    return Outline(
+    return SizeEstimate(
         model_id=model_id,
         shape=shape,
         dtype=stored_dtype(config.dtype or torch.float32),  # which transformers takes where none is stated

@@ -11,7 +11,7 @@ from offload_decode.indexes.registry import kinds, load_libraries
 from offload_decode.kv.host_cache import BLOCK_TOKENS
 from offload_decode.models.layer_streaming import check_card
 from offload_decode.models.quantization import GGUF, check_quantizer, check_weights
-from offload_decode.models.size_estimate import Outline
+from offload_decode.models.size_estimate import SizeEstimate
 from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium, Part, Plan, plan
 from offload_decode.planning.proposals import LEAST_CHUNK, changes, halves, nearest, nearest_prefill
 from offload_decode.planning.sizes import QUESTION_TOKENS, SELECTORS, Workload, least_index, weights_given
@@ -55,14 +55,20 @@ def apply_caps(caps: Caps, device: str = "auto") -> None:
 
 
 def planned_ask(
-    outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
+    estimate: SizeEstimate,
+    manifest: Manifest,
+    config: EngineConfig,
+    caps: Caps,
+    held: int,
+    *,
+    index: str = "flat",
 ) -> Plan:
     """What asking a store takes: a question and an answer of usual length. `held`: bytes of memory that the
     program holds before it loads the model. `index`: the kind that is searched where the options name none.
     """
     weights = config.weights_after(manifest.weights)
     request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest), weights=weights)
-    return plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
+    return plan(replace(estimate, dtype=manifest.dtype), request, here(config.device, caps, held))
 
 
 def check_ask(asked: Plan, caps: Caps) -> list[str]:
@@ -103,7 +109,13 @@ def _certain(asked: Plan, place: Medium, caps: Caps) -> bool:
 
 
 def check_prefill(
-    outline: Outline, chunk: int | None, dtype: str, device: str, caps: Caps, held: int, weights: str = "auto"
+    estimate: SizeEstimate,
+    chunk: int | None,
+    dtype: str,
+    device: str,
+    caps: Caps,
+    held: int,
+    weights: str = "auto",
 ) -> list[str]:
     """Whether a model can prefill at all, in chunks of so many tokens, or of those that are chosen (None);
     returns what to know beforehand, as sentences. Raises `DoesNotFit`, and `ConfigError` for an
@@ -113,12 +125,12 @@ def check_prefill(
     check_weights(weights)
     check_quantizer(weights, pick_device(device))
     if dtype != "auto":
-        outline = replace(outline, dtype=dtype)
+        estimate = replace(estimate, dtype=dtype)
     if weights == STREAMED:
         check_card(pick_device(device))
     chunks = {"chunk_chosen": True} if chunk is None else {"chunk": chunk}
     request = Workload(BLOCK_TOKENS, **weights_given(weights), **chunks)
-    asked = plan(outline, request, here(device, caps, held))
+    asked = plan(estimate, request, here(device, caps, held))
     return _judged(asked, asked.prefilling, "this prefill", caps)
 
 

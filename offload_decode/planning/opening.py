@@ -8,7 +8,7 @@ from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
 from offload_decode.kv.indexes import default_kind
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
 from offload_decode.store.reader import KVStore
 
@@ -37,7 +37,7 @@ class Opener:
         config, caps, store = self.config, self.caps, KVStore.open(path)
         manifest = store.manifest
         named = manifest.model_id if config.model is None else config.model
-        estimate, index = outline(named), default_kind(store)
+        estimate, index = estimate_size(named), default_kind(store)
         self.before = self.before or own_memory()
         planned = planned_ask(estimate, manifest, config, caps, self.before, index=index)
         for sentence in check_ask(planned, caps):

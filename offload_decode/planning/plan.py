@@ -13,7 +13,7 @@ from offload_decode.config import STREAMED
 from offload_decode.kv import placement
 from offload_decode.models.layer_streaming import NO_CARD
 from offload_decode.models.quantization import FORMATS, GGUF, check_weights_of
-from offload_decode.models.size_estimate import Outline
+from offload_decode.models.size_estimate import SizeEstimate
 from offload_decode.planning import sizes
 from offload_decode.planning.sizes import Workload, in_dtype
 
@@ -72,9 +72,9 @@ class Traffic:
     bus: int
 
 
-def traffic(outline: Outline, request: Workload, on_gpu: bool) -> Traffic:
+def traffic(estimate: SizeEstimate, request: Workload, on_gpu: bool) -> Traffic:
     """For one conversation, one token at a time."""
-    shape, n, given = outline.shape, request.tokens, (request.kv, outline.dtype)
+    shape, n, given = estimate.shape, request.tokens, (request.kv, estimate.dtype)
     pair, (_, value) = sizes.pair_bytes(shape, *given), sizes.row_bytes(shape, *given)
     pages = scanned = gathered = attended = 0
     for k in request.budgets(shape).values():
@@ -87,18 +87,18 @@ def traffic(outline: Outline, request: Workload, on_gpu: bool) -> Traffic:
             # A group shares Quest's pages, and here what is scanned. Scores of what is found are known.
             scanned += sizes.index_costs(request.index, shape, n, *given, k, shape.group).read
             gathered += shape.kv_heads * min(n, shape.group * k) * value
-    weights = sizes.active_weights_bytes(outline, request.weights, on_gpu)
+    weights = sizes.active_weights_bytes(estimate, request.weights, on_gpu)
     return Traffic(weights, pages, scanned, gathered, attended, gathered + attended if on_gpu else 0)
 
 
 @dataclass(frozen=True)
 class Plan:
     """A request on a machine. `asking` and `prefilling` list what each of the two takes. `source` is the
-    model as its checkpoint has it, `outline` as the request runs it.
+    model as its checkpoint has it, `estimate` as the request runs it.
     """
 
-    source: Outline
-    outline: Outline
+    source: SizeEstimate
+    estimate: SizeEstimate
     request: Workload
     machine: Machine
     asking: tuple[Part, ...]
@@ -135,7 +135,7 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes that one generated token moves."""
-        return traffic(self.outline, self.request, self.machine.gpu is not None)
+        return traffic(self.estimate, self.request, self.machine.gpu is not None)
 
     @property
     def spare_ram(self) -> int:
@@ -145,7 +145,7 @@ class Plan:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of the store."""
-        shape, dtype = self.outline.shape, self.outline.dtype
+        shape, dtype = self.estimate.shape, self.estimate.dtype
         return self.request.tokens * sizes.kv_token_bytes(shape, self.request.kv, dtype)
 
     @property
@@ -156,35 +156,35 @@ class Plan:
         if self.spare_ram >= self.kv_bytes:
             return 0
         moved = self.traffic
-        row = max(sizes.row_bytes(self.outline.shape, self.request.kv, self.outline.dtype))
+        row = max(sizes.row_bytes(self.estimate.shape, self.request.kv, self.estimate.dtype))
         gathered = moved.gathered * max(1, _FILE_PAGE // row)
         in_order = moved.scanned + moved.attended
         return gathered if self.spare_ram >= in_order else gathered + in_order
 
 
-def plan(outline: Outline, request: Workload, machine: Machine) -> Plan:
+def plan(estimate: SizeEstimate, request: Workload, machine: Machine) -> Plan:
     """Count what the request takes on that machine. Raises `ConfigError` for weights that the model's
     checkpoint cannot be quantized to, and for such as are streamed where there is no GPU, or are in few bits.
     """
-    check_weights_of(outline.format, STREAMED if request.streamed else request.weights)
+    check_weights_of(estimate.format, STREAMED if request.streamed else request.weights)
     if request.streamed and machine.gpu is None:
         raise ConfigError(NO_CARD)
     if request.chunk_chosen:
-        request = replace(request, chunk=chosen_chunk(outline, request, machine))
-    run = in_dtype(outline, request.weights)
+        request = replace(request, chunk=chosen_chunk(estimate, request, machine))
+    run = in_dtype(estimate, request.weights)
     asking, prefilling = (parts(run, request, machine) for parts in (_asking, _prefilling))
-    return Plan(outline, run, request, machine, asking, prefilling)
+    return Plan(estimate, run, request, machine, asking, prefilling)
 
 
-def card_room(outline: Outline, request: Workload, gpu: int) -> int:
+def card_room(estimate: SizeEstimate, request: Workload, gpu: int) -> int:
     """Bytes of a card that a prefill has beside the weights: CUDA takes some, and some is left free."""
-    weights = sizes.weights_bytes(outline, request.weights, True)
+    weights = sizes.weights_bytes(estimate, request.weights, True)
     if request.streamed:
-        weights = sizes.streamed_bytes(outline)
+        weights = sizes.streamed_bytes(estimate)
     return gpu - CUDA_BYTES - weights - gpu // placement.RESERVE
 
 
-def chosen_chunk(source: Outline, request: Workload, machine: Machine) -> int:
+def chosen_chunk(source: SizeEstimate, request: Workload, machine: Machine) -> int:
     """Tokens of a forward pass of the prefill where nobody says how many."""
     if machine.gpu is None:
         return sizes.CPU_CHUNK
@@ -192,64 +192,64 @@ def chosen_chunk(source: Outline, request: Workload, machine: Machine) -> int:
     return sizes.largest_chunk(run, card_room(run, request, machine.gpu), request.tokens, request.kv)
 
 
-def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part, ...]:
-    shape, device = outline.shape, Medium.RAM if machine.gpu is None else Medium.GPU
+def _asking(estimate: SizeEstimate, request: Workload, machine: Machine) -> tuple[Part, ...]:
+    shape, device = estimate.shape, Medium.RAM if machine.gpu is None else Medium.GPU
     on_gpu = device is Medium.GPU
     searched = [k for k in request.budgets(shape).values() if k is not None]
     parts = [
-        *_program(device, machine, outline),
-        _weights(outline, request.weights, device),
-        Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
-        Part("search", Medium.RAM, sizes.search_bytes(outline, request, threads.THREADS)),
-        Part("store", Medium.DISK, _store_bytes(outline, request)),
+        *_program(device, machine, estimate),
+        _weights(estimate, request.weights, device),
+        Part("question and answer", device, sizes.ask_bytes(estimate, request, on_gpu)),
+        Part("search", Medium.RAM, sizes.search_bytes(estimate, request, threads.THREADS)),
+        Part("store", Medium.DISK, _store_bytes(estimate, request)),
     ]
     if shape.state_layers:
         parts.append(Part("recurrent states", device, sizes.states_bytes(shape, request.batch)))
     if on_gpu:
         parts.append(Part("device cache", Medium.GPU, request.device_cache))
-        parts.append(Part("rows on their way to the GPU", Medium.RAM, sizes.staged_bytes(outline, request)))
+        parts.append(Part("rows on their way to the GPU", Medium.RAM, sizes.staged_bytes(estimate, request)))
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))
     if request.selector == "topk":
-        layer = sizes.index_costs(request.index, shape, request.tokens, request.kv, outline.dtype)
+        layer = sizes.index_costs(request.index, shape, request.tokens, request.kv, estimate.dtype)
         for place, size in ((Medium.RAM, layer.memory), (Medium.DISK, layer.file)):
             parts.append(Part(f"indexes ({request.index})", place, len(shape.full_layers) * size))
     return tuple(part for part in parts if part.bytes)
 
 
-def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[Part, ...]:
+def _prefilling(estimate: SizeEstimate, request: Workload, machine: Machine) -> tuple[Part, ...]:
     device = Medium.RAM if machine.gpu is None else Medium.GPU
     given = request.chunk, request.tokens, device is Medium.GPU, request.kv
-    chunk = sizes.prefill_bytes(outline, *given)
-    weights = [_weights(outline, request.weights, device)]
+    chunk = sizes.prefill_bytes(estimate, *given)
+    weights = [_weights(estimate, request.weights, device)]
     if request.streamed:
         weights = [
-            Part(f"weights ({outline.dtype}, streamed)", device, sizes.streamed_bytes(outline)),
-            Part(f"weights ({outline.dtype}, pinned)", Medium.RAM, sizes.waiting_bytes(outline)),
+            Part(f"weights ({estimate.dtype}, streamed)", device, sizes.streamed_bytes(estimate)),
+            Part(f"weights ({estimate.dtype}, pinned)", Medium.RAM, sizes.waiting_bytes(estimate)),
         ]
     return (
-        *_program(device, machine, outline),
+        *_program(device, machine, estimate),
         *weights,
         Part("tokenizing", Medium.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
-        Part("a chunk and what it attends to", device, chunk + sizes.states_bytes(outline.shape, 1)),
-        Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(outline, *given)),
-        Part("store", Medium.DISK, _store_bytes(outline, request)),
+        Part("a chunk and what it attends to", device, chunk + sizes.states_bytes(estimate.shape, 1)),
+        Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(estimate, *given)),
+        Part("store", Medium.DISK, _store_bytes(estimate, request)),
     )
 
 
-def _program(device: Medium, machine: Machine, outline: Outline) -> list[Part]:
-    grown = PROGRAM_BYTES + TOKEN_BYTES * outline.vocabulary
+def _program(device: Medium, machine: Machine, estimate: SizeEstimate) -> list[Part]:
+    grown = PROGRAM_BYTES + TOKEN_BYTES * estimate.vocabulary
     program = Part("program", Medium.RAM, machine.held + grown)
     return [Part("CUDA", Medium.GPU, CUDA_BYTES), program] if device is Medium.GPU else [program]
 
 
-def _weights(outline: Outline, weights: str, device: Medium) -> Part:
+def _weights(estimate: SizeEstimate, weights: str, device: Medium) -> Part:
     on_gpu = device is Medium.GPU
-    own = FORMATS[outline.format].name if outline.runs_packed(on_gpu) else outline.dtype
+    own = FORMATS[estimate.format].name if estimate.runs_packed(on_gpu) else estimate.dtype
     named = own if weights == "auto" else weights
-    return Part(f"weights ({named})", device, sizes.held_weights_bytes(outline, weights, on_gpu))
+    return Part(f"weights ({named})", device, sizes.held_weights_bytes(estimate, weights, on_gpu))
 
 
-def _store_bytes(outline: Outline, request: Workload) -> int:
-    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype, request.chunk)
+def _store_bytes(estimate: SizeEstimate, request: Workload) -> int:
+    return sizes.store_bytes(estimate.shape, request.tokens, request.kv, estimate.dtype, request.chunk)

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from offload_decode.models.quantization import GGUF
-from offload_decode.models.size_estimate import Outline
+from offload_decode.models.size_estimate import SizeEstimate
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import Medium, Plan, plan
 from offload_decode.planning.sizes import KV, WEIGHTS, Workload
@@ -89,14 +89,14 @@ def changes(before: Workload, after: Workload) -> dict[str, object]:
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
-def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
+def _alternatives(asked: Workload, estimate: SizeEstimate) -> Iterator[Workload]:
     """Requests for as many tokens, from the one asked for on: fewest changes first, then smallest."""
     pages = asked.selector == "quest"
     larger = [page for page in _PAGE_SIZES if page > asked.page_size]
     ladders: dict[str, list[Any]] = {
         "device_cache": _from(asked.device_cache, [0]),
-        "weights": _rungs(asked.weights, outline),
-        "kv": _from(asked.kv, kv_kinds(outline.shape)),
+        "weights": _rungs(asked.weights, estimate),
+        "kv": _from(asked.kv, kv_kinds(estimate.shape)),
         "index": _from(asked.index, [asked.index, sizes.least_index()]),
         "metadata": _from(asked.metadata, PAGE_METADATA if pages else [asked.metadata]),
         "page_size": [asked.page_size, *(larger if pages else [])],
@@ -108,11 +108,11 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
         yield replace(asked, **chosen)
 
 
-def _rungs(weights: str, outline: Outline) -> list[str]:
+def _rungs(weights: str, estimate: SizeEstimate) -> list[str]:
     """These weights, and those in fewer bits where the model's can be quantized."""
-    if outline.format not in ("", GGUF):
+    if estimate.format not in ("", GGUF):
         return [weights]
-    return _from(weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"])
+    return _from(weights, [w for w in WEIGHTS if w != "fp16" or estimate.dtype == "float32"])
 
 
 def _from(asked: T, ladder: Sequence[T]) -> list[T]:

@@ -20,7 +20,7 @@ from offload_decode.kv.generated import room_for
 from offload_decode.kv.host_cache import BLOCK_TOKENS, SCORES
 from offload_decode.kv.page_bounds import bounds_bytes
 from offload_decode.models.quantization import BLOCK, FEW_BITS, GGUF
-from offload_decode.models.size_estimate import Outline
+from offload_decode.models.size_estimate import SizeEstimate
 from offload_decode.selectors.budgets import PASS_TOKENS, SELECTED_IDS, Budget, ErrorBound, pass_tokens
 from offload_decode.selectors.error_bound import RUNGS, rungs_of
 from offload_decode.store.format import KV_KINDS, Manifest, numpy_dtype, stored_types
@@ -39,51 +39,51 @@ def itemsize(dtype: str) -> int:
     return numpy_dtype(dtype).itemsize
 
 
-def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
+def weights_bytes(estimate: SizeEstimate, weights: str, on_gpu: bool = False) -> int:
     """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype. On a
     CPU the output layer is quantized too, and with it the table of embeddings that is the same.
     """
-    if outline.runs_packed(on_gpu) and (weights == "auto" or not outline.linear):
-        return outline.packed
-    item = itemsize(outline.dtype)
-    rest = (outline.parameters - outline.linear) * item
+    if estimate.runs_packed(on_gpu) and (weights == "auto" or not estimate.linear):
+        return estimate.packed
+    item = itemsize(estimate.dtype)
+    rest = (estimate.parameters - estimate.linear) * item
     if weights in FEW_BITS and not on_gpu:
-        output = outline.vocabulary * outline.hidden
-        blocks = outline.linear * _IN_BLOCKS[weights] + output * _IN_BLOCKS["int8"]
+        output = estimate.vocabulary * estimate.hidden
+        blocks = estimate.linear * _IN_BLOCKS[weights] + output * _IN_BLOCKS["int8"]
         return rest - output * item + round(blocks)
     if weights == "int8":
-        return rest + outline.linear + 4 * outline.linear_rows
+        return rest + estimate.linear + 4 * estimate.linear_rows
     if weights == "int4":
-        return rest + round(outline.linear * _INT4_BYTES)
-    return outline.parameters * item
+        return rest + round(estimate.linear * _INT4_BYTES)
+    return estimate.parameters * item
 
 
-def held_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
+def held_weights_bytes(estimate: SizeEstimate, weights: str, on_gpu: bool = False) -> int:
     """Those that are in memory: of a mapped table of embeddings only the rows that are looked up."""
-    held = weights_bytes(outline, weights, on_gpu)
-    if outline.format == GGUF and held == outline.packed and not on_gpu:
-        return held - round(held / outline.parameters * outline.embeddings)
+    held = weights_bytes(estimate, weights, on_gpu)
+    if estimate.format == GGUF and held == estimate.packed and not on_gpu:
+        return held - round(held / estimate.parameters * estimate.embeddings)
     return held
 
 
-def streamed_bytes(outline: Outline) -> int:
+def streamed_bytes(estimate: SizeEstimate) -> int:
     """On a card with streamed weights: two layers, and what is in none but an output layer of its own."""
-    stays = outline.parameters - outline.layered - outline.output
-    return (stays + 2 * outline.layer) * itemsize(outline.dtype)
+    stays = estimate.parameters - estimate.layered - estimate.output
+    return (stays + 2 * estimate.layer) * itemsize(estimate.dtype)
 
 
-def waiting_bytes(outline: Outline) -> int:
+def waiting_bytes(estimate: SizeEstimate) -> int:
     """In memory, where weights are streamed: all layers', pinned, and an output layer of its own."""
-    return (outline.pinned + outline.output) * itemsize(outline.dtype)
+    return (estimate.pinned + estimate.output) * itemsize(estimate.dtype)
 
 
-def active_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
+def active_weights_bytes(estimate: SizeEstimate, weights: str, on_gpu: bool = False) -> int:
     """The weights that one token reads: of the embeddings one row, of the experts those it is sent to."""
-    item, held = float(itemsize(outline.dtype)), weights_bytes(outline, weights, on_gpu)
-    experts = outline.packed_experts if outline.runs_packed(on_gpu) else outline.experts * item
-    if outline.format == GGUF and held == outline.packed:  # the table is in blocks too
-        item = held / outline.parameters
-    return held - round(outline.embeddings * item + experts * (1 - outline.active))
+    item, held = float(itemsize(estimate.dtype)), weights_bytes(estimate, weights, on_gpu)
+    experts = estimate.packed_experts if estimate.runs_packed(on_gpu) else estimate.experts * item
+    if estimate.format == GGUF and held == estimate.packed:  # the table is in blocks too
+        item = held / estimate.parameters
+    return held - round(estimate.embeddings * item + experts * (1 - estimate.active))
 
 
 def row_bytes(shape: ModelShape, kv: str, dtype: str) -> tuple[int, int]:
@@ -174,12 +174,12 @@ def states_bytes(shape: ModelShape, sequences: int) -> int:
     return (1 + 3 * sequences) * one
 
 
-def layer_bytes(outline: Outline, rows: int) -> int:
+def layer_bytes(estimate: SizeEstimate, rows: int) -> int:
     """Activations of the layer that is being run for `rows` tokens, and the logits of one."""
-    shape, item = outline.shape, 4  # attention and its merge are float32
-    hidden = rows * (6 * outline.hidden + 3 * outline.intermediate) * itemsize(outline.dtype)
+    shape, item = estimate.shape, 4  # attention and its merge are float32
+    hidden = rows * (6 * estimate.hidden + 3 * estimate.intermediate) * itemsize(estimate.dtype)
     attention = rows * 4 * shape.query_heads * (shape.head_dim + shape.value_dim) * item
-    return hidden + attention + 2 * outline.vocabulary * item
+    return hidden + attention + 2 * estimate.vocabulary * item
 
 
 def mask_bytes(rows: int, keys: int) -> int:
@@ -197,42 +197,42 @@ CARD_CHUNKS = tuple(CPU_CHUNK << more for more in range(6, -1, -1))
 """Tokens of a forward chunk on a card: the first of these that fits."""
 
 
-def largest_chunk(outline: Outline, room: int, tokens: int, kv: str = "auto") -> int:
+def largest_chunk(estimate: SizeEstimate, room: int, tokens: int, kv: str = "auto") -> int:
     """The largest of `CARD_CHUNKS` that `room` bytes of a card hold beside the weights; else the smallest."""
-    fitting = (c for c in CARD_CHUNKS if prefill_bytes(outline, c, tokens, True, kv) <= room)
+    fitting = (c for c in CARD_CHUNKS if prefill_bytes(estimate, c, tokens, True, kv) <= room)
     return next(fitting, CARD_CHUNKS[-1])
 
 
-def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: str = "auto") -> int:
+def prefill_bytes(estimate: SizeEstimate, chunk: int, tokens: int, on_gpu: bool, kv: str = "auto") -> int:
     """Beyond the weights, on the device: a forward chunk with its keys and values, and of those before it a
     block, or on a card the blocks that come while others are attended to.
     """
-    shape, item = outline.shape, itemsize(outline.dtype)
+    shape, item = estimate.shape, itemsize(estimate.dtype)
     block = min(placement.BLOCK_TOKENS if on_gpu else BLOCK_TOKENS, tokens)
     numbers = block * shape.kv_heads * pair_dim(shape)
     read = numbers * (item + 4)
     if on_gpu:
-        stored = block * shape.kv_heads * pair_bytes(shape, kv, outline.dtype)
-        plain = stored_types(kv, outline.dtype, shape) == stored_types("auto", outline.dtype, shape)
+        stored = block * shape.kv_heads * pair_bytes(shape, kv, estimate.dtype)
+        plain = stored_types(kv, estimate.dtype, shape) == stored_types("auto", estimate.dtype, shape)
         read = placement.AHEAD * stored + (0 if plain else read)
     # Fused kernels keep no scores; the reference, which runs where a card has none, has four such tensors.
     keys = shape.query_heads * max(block, chunk)
     scores = 4 * 4 * min(chunk * keys, max(dense.DEVICE_SCORES, keys)) if on_gpu else 0
     masked = any(own.kind is LayerKind.CHUNKED for own in shape.layers)
     scores += mask_bytes(chunk if masked else min(chunk, dense.PLACED_ROWS), chunk)
-    return layer_bytes(outline, chunk) + generated_bytes(shape, chunk, outline.dtype) + read + scores
+    return layer_bytes(estimate, chunk) + generated_bytes(shape, chunk, estimate.dtype) + read + scores
 
 
-def staging_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: str = "auto") -> int:
+def staging_bytes(estimate: SizeEstimate, chunk: int, tokens: int, on_gpu: bool, kv: str = "auto") -> int:
     """In memory, a chunk's keys and values on their way to the disk: the copies that the host makes of all of
     it, or of a layer with those that wait behind a card; and there what is on its way to the card.
     """
-    shape, item = outline.shape, itemsize(outline.dtype)
+    shape, item = estimate.shape, itemsize(estimate.dtype)
     numbers = [_row_numbers(own) for own in shape.layers]
     if not on_gpu:
         return 3 * chunk * sum(numbers) * item
     leaving = (placement.QUEUED + 3) * chunk * max(numbers) * item
-    block = min(placement.BLOCK_TOKENS, tokens) * shape.kv_heads * max(row_bytes(shape, kv, outline.dtype))
+    block = min(placement.BLOCK_TOKENS, tokens) * shape.kv_heads * max(row_bytes(shape, kv, estimate.dtype))
     return leaving + 2 * placement.AHEAD * power_of_two(block)
 
 
@@ -332,10 +332,10 @@ def weights_given(weights: str) -> dict[str, Any]:
     return {"weights": "auto", "streamed": True} if weights == STREAMED else {"weights": weights}
 
 
-def in_dtype(outline: Outline, weights: str) -> Outline:
-    """The outline with the dtype that the model will run in: `fp16` halves float32."""
-    halved = weights == "fp16" and outline.dtype == "float32"
-    return replace(outline, dtype="float16") if halved else outline
+def in_dtype(estimate: SizeEstimate, weights: str) -> SizeEstimate:
+    """The estimate with the dtype that the model will run in: `fp16` halves float32."""
+    halved = weights == "fp16" and estimate.dtype == "float32"
+    return replace(estimate, dtype="float16") if halved else estimate
 
 
 # How many bytes it takes to ask a store.
@@ -343,12 +343,12 @@ def in_dtype(outline: Outline, weights: str) -> Outline:
 _PAGE_SCORES = 1 << 24  # of Quest, in memory at once
 
 
-def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
+def ask_bytes(estimate: SizeEstimate, request: Workload, on_gpu: bool) -> int:
     """Beyond weights and pages, on the device: generated KV, and what a question needs in a layer."""
-    shape, n = outline.shape, request.tokens
+    shape, n = estimate.shape, request.tokens
     question, largest = request.question, request.largest(shape)
-    total = request.batch * generated_bytes(shape, request.generated, outline.dtype) + layer_bytes(
-        outline, question
+    total = request.batch * generated_bytes(shape, request.generated, estimate.dtype) + layer_bytes(
+        estimate, question
     )
     total += mask_bytes(question, request.generated)
     # The layer that attends widens its part of it. Of latents a model makes keys and values for every
@@ -359,25 +359,25 @@ def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
     if largest and request.selector == "quest":
         fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))
         if on_gpu:
-            fetched += shape.kv_heads * largest * pair_dim(shape) * (4 + itemsize(outline.dtype))
+            fetched += shape.kv_heads * largest * pair_dim(shape) * (4 + itemsize(estimate.dtype))
     elif largest and on_gpu:
-        fetched = _copied_bytes(outline, request)
+        fetched = _copied_bytes(estimate, request)
     if None in request.budgets(shape).values():
         rows = shape.group * question
         if on_gpu:
             length = min(BLOCK_TOKENS, n)
-            block = length * pair_dim(shape) * (4 + itemsize(outline.dtype))
+            block = length * pair_dim(shape) * (4 + itemsize(estimate.dtype))
             block += 4 * 4 * min(rows * length, dense.DEVICE_SCORES)
         else:
             block = host_dense.state_bytes(n, shape.kv_heads, rows, shape.value_dim)
     return total + max(fetched, block)
 
 
-def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
+def search_bytes(estimate: SizeEstimate, request: Workload, threads: int) -> int:
     """On the host, while a question is searched for: ids and scores, which are held twice when the heads are
     joined, else beside the candidates of the search or the pairs of a query and a token that are attended to.
     """
-    shape, k = outline.shape, request.largest(outline.shape)
+    shape, k = estimate.shape, request.largest(estimate.shape)
     if request.selector != "topk" or not k:
         return 0
     rows = request.searched(shape)
@@ -387,27 +387,27 @@ def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
     # Copies of what is drawn where an error is bounded.
     drawn = sum(rung.drawn for rung in rungs_of(request.tokens)) if request.error else 0
     layers = sum(k is not None for k in request.budgets(shape).values())
-    copied = drawn * layers * shape.kv_heads * sum(row_bytes(shape, request.kv, outline.dtype))
+    copied = drawn * layers * shape.kv_heads * sum(row_bytes(shape, request.kv, estimate.dtype))
     return ids + max(ids, threads * pairs, searching) + copied
 
 
-def staged_bytes(outline: Outline, request: Workload) -> int:
+def staged_bytes(estimate: SizeEstimate, request: Workload) -> int:
     """On the host of a GPU: two buffers for values on their way there, and the bookkeeping of its cache."""
-    shape = outline.shape
+    shape = estimate.shape
     if request.selector != "topk" or not request.largest(shape):
         return 0
-    key, value = row_bytes(shape, request.kv, outline.dtype)
+    key, value = row_bytes(shape, request.kv, estimate.dtype)
     _, union = request.fetched(shape)
     kept = request.device_cache // max(key, value)
     # A kept row has its number and two neighbours, in a table that is at most half full.
     return 2 * power_of_two(shape.kv_heads * union * value) + 16 * kept + 4 * power_of_two(2 * kept)
 
 
-def _copied_bytes(outline: Outline, request: Workload) -> int:
+def _copied_bytes(estimate: SizeEstimate, request: Workload) -> int:
     """On a GPU: the values that some queries share, as they are stored and as floats, and their scores."""
-    shape = outline.shape
+    shape = estimate.shape
     rows, union = request.fetched(shape)
-    _, value = row_bytes(shape, request.kv, outline.dtype)
+    _, value = row_bytes(shape, request.kv, estimate.dtype)
     stored = value * (2 if request.device_cache else 1)  # what is kept is copied once more
     # Floats at most three times: of the queries before, of codes, and of codes and their scales.
     floats = 3 * 4 * shape.value_dim

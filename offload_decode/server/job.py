@@ -234,7 +234,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     progress("load", 0, 1)
 
     from offload_decode.models.loading import load
-    from offload_decode.models.size_estimate import outline
+    from offload_decode.models.size_estimate import estimate_size
     from offload_decode.planning.caps import Caps, check_prefill
     from offload_decode.prefill_jobs.append import append_texts
     from offload_decode.prefill_jobs.continuing import method_of, opened
@@ -250,7 +250,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     else:
         settings = Settings(work.method, work.options, kv=work.kv, rope=work.rope, system=work.system)
         chunk, dtype, weights, scaled = settings.chunk, work.dtype, work.weights, work.rope
-    check_prefill(outline(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
+    check_prefill(estimate_size(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
     loaded = load(work.model, device, dtype, weights, scaled)
     progress("tokenize", 0, len(texts))
     if work.kind == "append":

@@ -22,7 +22,7 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.indexes import default_kind
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning.caps import admit_question, check_ask, planned_ask
 from offload_decode.server.catalog import Entry
 from offload_decode.server.prefix_cache import PrefixKey, prefix_key
@@ -257,7 +257,7 @@ class LoadedModels:
             with self._lock:  # `forget` walks through them
                 self._hosts[entry.name, entry.digest] = engine.prefix.host
         store = engine.store
-        estimate, index = outline(loaded.model_id), default_kind(store)
+        estimate, index = estimate_size(loaded.model_id), default_kind(store)
         planned = planned_ask(estimate, store.manifest, config, caps, self._held, index=index)
         for sentence in check_ask(planned, caps):
             LOG.info("%s: %s", entry.name, sentence)

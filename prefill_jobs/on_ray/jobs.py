@@ -14,7 +14,7 @@ from typing import Any
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import own_memory
 from offload_decode.indexes import registry
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
 from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.destinations import destination_of
@@ -36,7 +36,7 @@ class Prefiller(Worker):
     def begin(self) -> None:
         maker, device, caps = self.maker, self.maker.device, self.caps
         chunk, dtype, weights = maker.settings.chunk, maker.dtype, maker.weights
-        check_prefill(outline(maker.model), chunk, dtype, device, caps, own_memory(), weights)
+        check_prefill(estimate_size(maker.model), chunk, dtype, device, caps, own_memory(), weights)
         apply_caps(caps, device)
         _ = maker.loaded
 

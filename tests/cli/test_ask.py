@@ -6,7 +6,7 @@ import pytest
 
 from offload_decode.cli.ask import tell_cut
 from tests.cli.conftest import done, json_of, refused, run
-from tests.planning.outlines import llama_8b
+from tests.planning.estimates import llama_8b
 
 
 def test_the_answer_says_where_it_was_attended_to(store):
@@ -135,7 +135,7 @@ def test_streamed_weights_are_for_a_prefill_on_a_gpu(home, store, tmp_path):
 
 
 def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch):
-    monkeypatch.setattr("offload_decode.models.size_estimate.outline", lambda *_: llama_8b())
+    monkeypatch.setattr("offload_decode.models.size_estimate.estimate_size", lambda *_: llama_8b())
     machine = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB")
     ran = run("plan", "--model", "8B", "--tokens", "128K", *machine)
     said = "It can be prefilled here with --weights int8, or with full weights by --weights streamed."

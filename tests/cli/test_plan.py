@@ -8,10 +8,10 @@ import pytest
 from offload_decode.cli import output
 from offload_decode.cli.options import byte_count
 from offload_decode.common.errors import ConfigError
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from tests.cli.conftest import done, json_of, refused, run, write_lines
 from tests.models import few_bits
-from tests.planning.outlines import llama_8b
+from tests.planning.estimates import llama_8b
 
 ROOMY = ("--gpu", "none", "--ram", "64GiB", "--disk", "1TB")
 
@@ -137,9 +137,9 @@ def test_a_cap_on_a_gpu_that_is_not_used_is_wrong_use(store, command):
 
 
 def test_an_8b_model_for_a_card_of_16_gib(monkeypatch):
-    from offload_decode.models import size_estimate as outlines
+    from offload_decode.models import size_estimate as estimates
 
-    monkeypatch.setattr(outlines, "outline", lambda *_: llama_8b())
+    monkeypatch.setattr(estimates, "estimate_size", lambda *_: llama_8b())
     args = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "200GB")
     ran = done("plan", "--model", "8b", "--tokens", "1M", *args)
     assert "It does not fit. This does: --weights int8" in ran.out
@@ -151,7 +151,7 @@ def test_a_gguf_file_is_planned_in_its_blocks(tmp_path):
     file = few_bits.gguf(tmp_path / "tiny")
     told = run("plan", "--model", file, "--tokens", "16K", *ROOMY)
     assert told.code == 0, told.err
-    found = outline(str(file))
+    found = estimate_size(str(file))
     size, table = found.packed, found.vocabulary * found.hidden
     assert 0.8 < size / file.stat().st_size <= 1
     assert f"weights      GGUF {output.size(size)}, bfloat16 " in told.out

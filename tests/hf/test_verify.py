@@ -16,7 +16,7 @@ from offload_decode.hf.compat import cache_in
 from offload_decode.hf.verify import CLOSE, EquivalenceCheck, check_equivalence, shape_of
 from offload_decode.models.checkpoint import read_config
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from tests.families import FAMILIES, KINDS, SERVED, config_of, slow_but
 from tests.tiny import tiny_model
 
@@ -175,7 +175,7 @@ def test_nothing_opens_a_model_that_is_not_equivalent(afresh, monkeypatch, tmp_p
     tiny_model("llama").save_pretrained(tmp_path / "model")
     failed = EquivalenceCheck(0.5, "in one token, it differs")
     monkeypatch.setattr(verify, "_tried", lambda tiny, seed, trial: failed)
-    for opened in (load, read_config, outline):
+    for opened in (load, read_config, estimate_size):
         with pytest.raises(UnsupportedModel, match=r"'llama' .* in one token, it differs; use"):
             opened(str(tmp_path / "model"))
 

@@ -19,7 +19,7 @@ from offload_decode.hf.compat import class_of, text_of
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.quantized_loading import whole_model
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models import few_bits
@@ -174,7 +174,9 @@ def test_a_weight_of_the_text_that_the_config_does_not_know_is_refused(weight, k
 
 
 def test_only_the_text_is_planned(folder: Path) -> None:
-    assert outline(str(folder)).parameters == sum(own.numel() for own in text_alone(folder).parameters())
+    assert estimate_size(str(folder)).parameters == sum(
+        own.numel() for own in text_alone(folder).parameters()
+    )
 
 
 def test_end_tokens_and_chat_template_of_the_wrapper(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from offload_decode.common.errors import ConfigError, ModelError, UnsupportedModel
 from offload_decode.models.checkpoint import CONFIG, INDEX, WEIGHTS
 from offload_decode.models.loading import Processors, load
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from tests.tiny import saved_model
 
 
@@ -31,7 +31,7 @@ def changed(folder, **fields):
 
 
 def refused(folder, match):
-    for read in (lambda: outline(str(folder)), lambda: load(str(folder), "cpu")):
+    for read in (lambda: estimate_size(str(folder)), lambda: load(str(folder), "cpu")):
         with pytest.raises(ModelError, match=match) as raised:
             read()
         assert "\n" not in str(raised.value)
@@ -161,7 +161,7 @@ def test_a_folder_without_weights_or_with_an_index_of_other_files_is_refused(fol
 
 @pytest.mark.parametrize("model", ["", " "])
 def test_an_empty_model_is_refused(model):
-    for read in (outline, load):
+    for read in (estimate_size, load):
         with pytest.raises(ConfigError, match="the model is empty"):
             read(model)
 
@@ -178,7 +178,7 @@ def test_an_empty_model_is_refused(model):
 def test_a_config_of_what_is_not_served_is_refused_whatever_its_fields_are_named(folder, config, error, says):
     (folder / CONFIG).write_text(json.dumps(config))
     with pytest.raises(error, match=says):
-        outline(str(folder))
+        estimate_size(str(folder))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "BPE"}}', ""])

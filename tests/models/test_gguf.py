@@ -9,7 +9,7 @@ from offload_decode.common.errors import ModelError
 from offload_decode.models.checkpoint import located, source_of
 from offload_decode.models.gguf import read_header
 from offload_decode.models.loading import load
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from tests.models import few_bits
 
 
@@ -39,7 +39,7 @@ def test_a_folder_of_one_file_is_that_file(whole: Path) -> None:
     assert source_of(str(whole.parent)) == source_of(str(whole)) == str(whole)
     assert located(str(whole)) == (str(whole.parent), {"gguf_file": whole.name})
     read_header(whole)
-    by_folder, by_name = outline(str(whole.parent)), outline(str(whole))
+    by_folder, by_name = estimate_size(str(whole.parent)), estimate_size(str(whole))
     assert by_folder.shape == by_name.shape
     assert by_name.format == "gguf"
     assert by_name.dtype == "bfloat16"

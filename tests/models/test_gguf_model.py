@@ -22,7 +22,7 @@ from offload_decode.models.block_layers import FEW_ROWS, BlockEmbedding, BlockLi
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash
 from offload_decode.models.gguf_cache import ARCHITECTURES, converted, headers_folder
 from offload_decode.models.loading import load
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models import few_bits
@@ -273,4 +273,4 @@ def test_what_was_kept_in_part_is_made_again(
 
 def test_a_file_without_known_blocks_is_planned_unpacked(tmp_path: Path) -> None:
     file = few_bits.gguf(tmp_path / "made", form="BF16")
-    assert outline(str(file)).packed == 2 * outline(str(file)).parameters
+    assert estimate_size(str(file)).packed == 2 * estimate_size(str(file)).parameters

@@ -17,7 +17,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.models.layer_streaming import _Layers, layers_of, stream
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.quantization import check_weights_of
-from offload_decode.models.size_estimate import outline_of
+from offload_decode.models.size_estimate import estimate_of
 from offload_decode.planning.sizes import prefill_bytes, streamed_bytes, waiting_bytes
 from offload_decode.prefill_jobs.append import append
 from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill
@@ -110,7 +110,7 @@ def test_no_more_than_two_layers_take_memory_of_the_card(tmp_path):
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt-oss", False)])
 def test_the_plan_counts_what_lies_on_the_card_and_what_is_pinned(card, family, tied):
     loaded = on_card(family, tie_word_embeddings=tied)
-    about = outline_of(loaded.model, "tiny", loaded.shape)
+    about = estimate_of(loaded.model, "tiny", loaded.shape)
     layers, buffers = layers_of(loaded.model), list(loaded.model.buffers())
     weights = {weight for layer in layers for weight in layer.parameters()}
     largest = max(len([*layer.parameters()]) for layer in layers)
@@ -124,7 +124,7 @@ def test_the_plan_counts_what_lies_on_the_card_and_what_is_pinned(card, family, 
 
 def test_a_chunk_is_chosen_for_what_the_rooms_leave(card):
     loaded = on_card()
-    about = outline_of(loaded.model, "tiny", loaded.shape)
+    about = estimate_of(loaded.model, "tiny", loaded.shape)
     free = prefill_bytes(about, 8192, 1 << 20, True)
     card.memory.total = (card.memory.taken + free) * 16 // 15 + 16
     assert chunk_for(loaded, 1 << 20, "auto") == 8192

@@ -21,7 +21,7 @@ from offload_decode.models import quantization
 from offload_decode.models.block_layers import BlockLinear
 from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import Machine, plan
 from offload_decode.planning.proposals import nearest, nearest_prefill
@@ -153,7 +153,7 @@ def test_weights_in_fewer_bits_are_for_whole_ones(made: Made, kind: str) -> None
     with pytest.raises(ConfigError, match=r"in few bits already \(.*\): leave --weights out$"):
         load(folder, "cpu", weights="int8")
     with pytest.raises(ConfigError, match="in few bits already"):
-        plan(outline(folder), Workload(1024, weights="int4"), Machine(None, 1 << 34, 1 << 34, 0))
+        plan(estimate_size(folder), Workload(1024, weights="int4"), Machine(None, 1 << 34, 1 << 34, 0))
 
 
 def test_gguf_is_widened_and_takes_them(made: Made) -> None:
@@ -167,9 +167,9 @@ def test_gguf_is_widened_and_takes_them(made: Made) -> None:
 @pytest.mark.parametrize("kind", PACKED_ALREADY)
 def test_its_bytes_are_counted_from_its_config(made: Made, kind: str) -> None:
     folder = made(kind)
-    found = outline(str(folder))
+    found = estimate_size(str(folder))
     family = "gpt-oss" if kind == "mxfp4" else "llama"
-    whole = outline(str(few_bits.plain(folder.with_name(f"{kind}-counted"), family)))
+    whole = estimate_size(str(few_bits.plain(folder.with_name(f"{kind}-counted"), family)))
     assert (found.parameters, found.shape) == (whole.parameters, whole.shape)
     weights = load_file(folder / "model.safetensors")
     held = sum(tensor.nbytes for tensor in weights.values())
@@ -183,13 +183,13 @@ def test_its_bytes_are_counted_from_its_config(made: Made, kind: str) -> None:
 
 def test_weights_that_are_unpacked_as_they_are_read_are_counted_so(tmp_path: Path) -> None:
     folder = few_bits.bitnet(tmp_path / "bitnet", "autobitlinear")
-    found = outline(str(folder))
+    found = estimate_size(str(folder))
     assert not found.runs_packed(on_gpu=False)
     assert sizes.weights_bytes(found, "auto") == found.parameters * 2
 
 
 def test_nothing_in_fewer_bits_is_proposed_for_it(made: Made) -> None:
-    found = outline(str(made("bitsandbytes-4")))
+    found = estimate_size(str(made("bitsandbytes-4")))
     tight = plan(found, Workload(1024), Machine(None, 1 << 20, 1 << 30, 0))
     assert not tight.fits
     assert nearest(tight) is nearest_prefill(tight) is None
@@ -216,7 +216,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch, kind: str, miss
 @pytest.mark.parametrize("method", ["hqq", "unheard of", "gguf", "", None, 7, ["fp8"]])
 def test_a_format_that_is_not_served_is_refused_by_name(tmp_path: Path, method: Any) -> None:
     folder = few_bits.state(few_bits.plain(tmp_path / "model"), {"quant_method": method})
-    for read in (lambda: outline(str(folder)), lambda: load(str(folder), "cpu")):
+    for read in (lambda: estimate_size(str(folder)), lambda: load(str(folder), "cpu")):
         with pytest.raises(UnsupportedModel, match="which is not served; served are: awq, ") as raised:
             read()
         assert "\n" not in str(raised.value)

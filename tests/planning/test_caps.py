@@ -12,7 +12,7 @@ from offload_decode.cli.errors import sentence
 from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.common.memory import OUT_OF_MEMORY, total_memory
 from offload_decode.config import EngineConfig
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning.caps import (
     Caps,
     admit_question,
@@ -26,7 +26,7 @@ from offload_decode.planning.caps import (
 from offload_decode.planning.plan import CUDA_BYTES, Machine
 from offload_decode.selectors.budgets import PASS_TOKENS, WHOLE_QUESTION
 from offload_decode.store.format import Manifest, stored_types
-from tests.planning.outlines import llama_8b
+from tests.planning.estimates import llama_8b
 from tests.processes import apart
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -36,7 +36,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds me
 
 
 def manifest(kv: str = "auto", tokens: int = 100_000) -> Manifest:
-    shape = outline("demo").shape
+    shape = estimate_size("demo").shape
     return Manifest(
         model_id="demo", model_config_hash="", weights_hash="", tokenizer_hash="", dtype="float32",
         shape=shape, rope={}, n_tokens=tokens, token_hash="", prefill={"method": "dense"},
@@ -49,7 +49,7 @@ def asking(model, config, caps, index="flat"):
 
 
 def test_a_question_beyond_a_cap_is_refused_with_what_fits():
-    model = replace(outline("demo"), parameters=10**9, linear=9 * 10**8)
+    model = replace(estimate_size("demo"), parameters=10**9, linear=9 * 10**8)
     with pytest.raises(DoesNotFit, match=r"--ram allows 2 GiB: what fits is --weights int8$"):
         asking(model, CPU, Caps(ram=2 * GIB))
     with pytest.raises(DoesNotFit, match=r"the least, it is --ram \d+MiB$") as refused:
@@ -62,7 +62,7 @@ def test_a_device_cache_counts_as_gpu_memory(monkeypatch):
     def check(gpu, cache, weights="auto"):
         machine = Machine(gpu, 1 << 40, 1 << 50, HELD)
         monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
-        model = outline("demo")
+        model = estimate_size("demo")
         config = EngineConfig(device="cuda", weights=weights, device_cache=cache)
         return asking(model, config, Caps(gpu_memory=gpu))
 
@@ -80,7 +80,7 @@ def test_the_index_that_is_counted_is_the_one_that_is_searched():
     def taken(built, **options):
         config = replace(CPU, options=options)
         with pytest.raises(DoesNotFit) as refused:
-            asking(outline("demo"), config, Caps(ram=MIB), index=built)
+            asking(estimate_size("demo"), config, Caps(ram=MIB), index=built)
         return str(refused.value).partition(", and --ram")[0]
 
     assert taken("clusters") == taken("clusters", index="auto") == taken("flat", index="clusters")
@@ -88,7 +88,7 @@ def test_the_index_that_is_counted_is_the_one_that_is_searched():
 
 
 def test_a_prefill_beyond_a_cap_is_refused_with_a_chunk_that_fits():
-    model = outline("demo")
+    model = estimate_size("demo")
     with pytest.raises(DoesNotFit, match=r"what fits is -o chunk=\d+$") as refused:
         check_prefill(model, 8192, "auto", "cpu", Caps(ram=512 * MIB), HELD)
     chunk = int(str(refused.value).rpartition("=")[2])
@@ -118,17 +118,17 @@ def test_a_prefill_whose_weights_a_gpu_cannot_hold_is_told_to_stream_them(monkey
 
 def test_a_cpu_has_no_weights_streamed():
     with pytest.raises(ConfigError, match="leave --weights out"):
-        check_prefill(outline("demo"), None, "auto", "cpu", Caps(), HELD, "streamed")
+        check_prefill(estimate_size("demo"), None, "auto", "cpu", Caps(), HELD, "streamed")
 
 
 def test_a_model_larger_than_the_machine_is_refused():
-    model = replace(outline("demo"), parameters=10**13)
+    model = replace(estimate_size("demo"), parameters=10**13)
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
         asking(model, CPU, Caps())
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
         check_prefill(model, 256, "auto", "cpu", Caps(), HELD)
     quarter = total_memory() // 4  # in float32 it is as large as the machine, in int4 it is not
-    model = replace(outline("demo"), parameters=quarter, linear=quarter)
+    model = replace(estimate_size("demo"), parameters=quarter, linear=quarter)
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: what fits is --weights"):
         asking(model, CPU, Caps())
 
@@ -136,18 +136,18 @@ def test_a_model_larger_than_the_machine_is_refused():
 def test_without_a_cap_only_a_note_is_made_of_what_may_be_less(monkeypatch):
     machine = Machine(None, HELD + 64 * MIB, 1 << 50, HELD)
     monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
-    notes = asking(outline("demo"), CPU, Caps())
+    notes = asking(estimate_size("demo"), CPU, Caps())
     assert "it may fail, or be slow" in notes[0]
 
 
 def test_a_model_that_fits_needs_no_note():
-    assert asking(outline("demo"), CPU, Caps()) == []
+    assert asking(estimate_size("demo"), CPU, Caps()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float8", "", "int4"])
 def test_an_unknown_dtype_is_refused(dtype):
     with pytest.raises(ConfigError, match=r"unknown dtype .*choose one of: auto, float16"):
-        check_prefill(outline("demo"), 256, dtype, "cpu", Caps(), HELD)
+        check_prefill(estimate_size("demo"), 256, dtype, "cpu", Caps(), HELD)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4-values"])

@@ -20,7 +20,7 @@ import numpy as np
 from offload_decode.engine.engine import Engine
 from offload_decode.common.memory import own_memory
 from offload_decode.models.loading import load
-from offload_decode.models.size_estimate import outline
+from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning.plan import Machine, Medium, plan
 from offload_decode.planning.sizes import Workload
 from offload_decode.types import Document
@@ -28,7 +28,7 @@ from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_tokens
 
 out, n = Path(sys.argv[1]), int(sys.argv[2])
-about = outline("demo")
+about = estimate_size("demo")
 machine = Machine(None, 1 << 40, 1 << 50, own_memory())
 
 class Peak:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offload_decode.common.errors import ConfigError
 from offload_decode.indexes import registry
 from offload_decode.kv import placement
-from offload_decode.models.size_estimate import Outline
+from offload_decode.models.size_estimate import SizeEstimate
 from offload_decode.planning.plan import Machine, Medium, card_room, chosen_chunk, plan
 from offload_decode.planning.proposals import (
     changes,
@@ -29,12 +29,12 @@ from offload_decode.planning.sizes import (
     weights_given,
 )
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
-from tests.planning.outlines import llama_8b
+from tests.planning.estimates import llama_8b
 
 GIB = 1 << 30
 
-outlines = st.builds(
-    lambda layers, sliding, kv_heads, group, half, dtype, linear, rest: Outline(
+estimates = st.builds(
+    lambda layers, sliding, kv_heads, group, half, dtype, linear, rest: SizeEstimate(
         model_id="random",
         shape=ModelShape.uniform(
             (LayerKind.FULL,) * layers + (LayerKind.SLIDING,) * sliding,
@@ -87,15 +87,15 @@ machines = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(outlines, requests, machines)
-def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
-    asked = plan(outline, request, machine)
+@given(estimates, requests, machines)
+def test_a_proposal_is_a_plan_that_fits(estimate, request, machine):
+    asked = plan(estimate, request, machine)
     proposed = nearest(asked)
     if asked.fits:
         assert proposed is not None
         assert not changes(request, proposed.request)
     if proposed is not None:
-        again = plan(outline, proposed.request, machine)
+        again = plan(estimate, proposed.request, machine)
         assert again.fits
         assert all(again.need(place) <= machine.size(place) for place in Medium)
         assert proposed.request.tokens == request.tokens
@@ -107,28 +107,28 @@ def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
         assert most.request.tokens < request.tokens
     least = least_machine(asked)
     enough = Machine(least.get(Medium.GPU), least[Medium.RAM], least[Medium.DISK], machine.held)
-    assert nearest(plan(outline, request, enough)) is not None
+    assert nearest(plan(estimate, request, enough)) is not None
 
 
 def test_a_proposal_of_other_weights_is_counted_in_its_own_dtype():
     shape = ModelShape.uniform((LayerKind.FULL,), 1, 1, 128)
-    outline = Outline(
+    estimate = SizeEstimate(
         "float32", shape, "float32", 73_272_321, 1_000_000, 1000, 36_136_160, 0, 1.0, 512, 2048, 32000,
         1_000_000, 1_000_000, 1 << 20,
     )  # fmt: skip
     request = Workload(8192, weights="fp16", selector="quest", budget="64", page_size=2)
     machine = Machine(None, 512 << 20, 107_374_182, 300 << 20)
-    proposed = nearest(plan(outline, request, machine))
-    assert proposed is None or plan(outline, proposed.request, machine).fits
+    proposed = nearest(plan(estimate, request, machine))
+    assert proposed is None or plan(estimate, proposed.request, machine).fits
 
 
 @settings(max_examples=40, deadline=None)
-@given(outlines, requests, machines, st.data())
-def test_fewer_bits_never_take_more(outline, request, machine, data):
+@given(estimates, requests, machines, st.data())
+def test_fewer_bits_never_take_more(estimate, request, machine, data):
     name, ladder = data.draw(st.sampled_from([("weights", ["auto", "int8", "int4"]), ("kv", list(KV))]))
     request = replace(request, index="flat")
     wide, narrow = (
-        plan(outline, replace(request, **{name: rung}), machine) for rung in (ladder[0], ladder[-1])
+        plan(estimate, replace(request, **{name: rung}), machine) for rung in (ladder[0], ladder[-1])
     )
     assert all(narrow.need(place) <= wide.need(place) for place in Medium)
 

@@ -9,14 +9,14 @@ from offload_decode.common.rows.encodings import INT8, row_dtype
 from offload_decode.indexes import registry
 from offload_decode.models.block_layers import BlockLinear, quantize
 from offload_decode.models.quantization import quantize_on_gpu
-from offload_decode.models.size_estimate import outline, outline_of
+from offload_decode.models.size_estimate import estimate_of, estimate_size
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import traffic
 from offload_decode.planning.sizes import KV, Workload
 from offload_decode.selectors.base import SelectorOptions
 from offload_decode.store.format import stored_types
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
-from tests.planning.outlines import llama_8b
+from tests.planning.estimates import llama_8b
 from tests.tiny import text_model, tiny_model
 
 MILLION = 1 << 20
@@ -141,7 +141,7 @@ def test_page_bounds_are_as_large_as_quests():
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "cohere2"])
 def test_parameters_are_counted_without_weights(family):
     model = tiny_model(family, hidden_size=64, intermediate_size=128, head_dim=32)
-    found = outline_of(model, family, ModelShape.uniform((LayerKind.FULL,), 4, 2, 32))
+    found = estimate_of(model, family, ModelShape.uniform((LayerKind.FULL,), 4, 2, 32))
     assert found.parameters == sum(weight.numel() for weight in model.parameters())
     assert sizes.weights_bytes(found, "auto") == sum(weight.nbytes for weight in model.parameters())
     read = sizes.active_weights_bytes(found, "auto")
@@ -165,7 +165,7 @@ def test_quantized_weights_are_as_large_as_the_librarys(weights):
             held += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
         if getattr(weight, "SCB", None) is not None:
             held += weight.SCB.nbytes
-    assert sizes.weights_bytes(outline("demo"), weights, on_gpu=True) == pytest.approx(held, rel=0.01)
+    assert sizes.weights_bytes(estimate_size("demo"), weights, on_gpu=True) == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -174,7 +174,7 @@ def test_blocks_are_counted(tmp_path, weights, tied):
     sizes_of = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": tied}
     model = text_model(**sizes_of)
     model.config.save_pretrained(tmp_path)
-    found, table = outline(str(tmp_path)), model.get_input_embeddings().weight.nbytes
+    found, table = estimate_size(str(tmp_path)), model.get_input_embeddings().weight.nbytes
     model = quantize(model, weights)
     blocks = [layer.blocks.nbytes for layer in model.modules() if isinstance(layer, BlockLinear)]
     held = sum(blocks) + sum(weight.nbytes for weight in model.parameters())
@@ -184,7 +184,7 @@ def test_blocks_are_counted(tmp_path, weights, tied):
 
 def test_an_outline_reads_only_the_config(tmp_path):
     tiny_model("qwen3").config.save_pretrained(tmp_path)
-    found = outline(str(tmp_path))
+    found = estimate_size(str(tmp_path))
     assert found.shape.head_dim == 16
     assert found.parameters > 0
 

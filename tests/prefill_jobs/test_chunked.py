@@ -20,7 +20,7 @@ from offload_decode.common.errors import ConfigError, StoreMismatch
 from offload_decode.hf.compat import with_cache
 from offload_decode.kv.placement import RESERVE
 from offload_decode.models.loading import wrap
-from offload_decode.models.size_estimate import outline_of
+from offload_decode.models.size_estimate import estimate_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, prefill_bytes
 from offload_decode.prefill_jobs import chunks, job
 from offload_decode.prefill_jobs.destinations import destination_of
@@ -172,7 +172,7 @@ def test_rows_in_fewer_bits_are_met_in_float32(taken, tmp_path, monkeypatch):
 def test_a_gpu_takes_as_many_tokens_as_fit():
     with stand_in() as card:
         loaded = wrap(tiny_model().to("cuda"))
-        about = outline_of(loaded.model, "tiny", loaded.shape)
+        about = estimate_of(loaded.model, "tiny", loaded.shape)
         assert chunk_for(loaded, 1 << 20, "auto") == CARD_CHUNKS[0] == 32_768
         for chunk, fewer in pairwise(CARD_CHUNKS):
             need = prefill_bytes(about, chunk, 1 << 20, True) + torch.cuda.memory_allocated()
