@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
+from offload_decode.engine.citations import text_ids
 from offload_decode.engine.text import decode
 from offload_decode.indexes.verified import cache_folder
 from offload_decode.models.loading import LoadedModel
@@ -37,7 +38,8 @@ def joined_store(
     """
     stores = [KVStore.open(path) for path in paths]
     settings = Settings(system=stores[0].manifest.prefill.get("system"))
-    key = json.dumps([loaded.weights_hash, settings.system, *(store.store_digest for store in stores)])
+    made = loaded.weights_hash, loaded.weights, loaded.dtype, settings.system
+    key = json.dumps([*made, *(store.store_digest for store in stores)])
 
     def fill(path: Path, admit: Callable[[int], None]) -> None:
         tokens = sum(store.manifest.n_tokens for store in stores)
@@ -57,5 +59,5 @@ def _texts(stores: Sequence[KVStore], loaded: LoadedModel) -> Iterator[TextDocum
             1 for _ in takewhile(lambda both: both[0] == both[1], zip(begun, store.tokens, strict=False))
         )
         for document in store.documents:
-            tokens = store.tokens[max(first, document.start) : document.end].tolist()
+            tokens = text_ids(store, tokenizer, max(first, document.start), document.end)
             yield TextDocument(document.name, decode(tokenizer, tokens))

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.engine.citations import WINDOW, AnySelection, Observer, Watch, text_ids
+from offload_decode.engine.citations import WINDOW, AnySelection, Array, Observer, Watch, text_ids
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState
 
@@ -141,7 +141,7 @@ def telling(answer: Sequence[str], question: str) -> list[bool]:
     return which if any(which) else [True] * len(which)
 
 
-def passage(mass: np.ndarray, opening: int) -> tuple[int, int]:
+def passage(mass: Array, opening: int) -> tuple[int, int]:
     """The window of tokens that holds the most of `mass [N]` behind the opening, with some around it."""
     tokens = np.flatnonzero(mass[opening:]) + opening
     if not len(tokens):

@@ -131,13 +131,13 @@ def completion_tokens(loaded: LoadedModel, stored: bool, prompt: str | Sequence[
     elif stored:
         tokens = _encoded(loaded, True, [Piece(prompt)])
     else:
-        tokens = text_tokens(loaded, prompt)
+        tokens = text_ids(loaded, prompt)
     if not tokens:
         raise WrongField("the prompt is empty: give a text or the ids of tokens", "prompt")
     return tokens
 
 
-def text_tokens(loaded: LoadedModel, text: str, special: bool = True) -> list[int]:
+def text_ids(loaded: LoadedModel, text: str, special: bool = True) -> list[int]:
     """Token ids of a text; `special`: with the tokens that this tokenizer puts ahead of one."""
     tokenizer = loaded.known_tokenizer
     return [*(opening_of(tokenizer) if special else ()), *encode(tokenizer, text)]

@@ -18,7 +18,7 @@ from offload_decode.server.chat_prompt import (
     completion_tokens,
     keep_answer,
     prompt_with,
-    text_tokens,
+    text_ids,
 )
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.loaded_models import LoadedModels, Releases, Target
@@ -172,7 +172,7 @@ class Service:
         self._check_letters(written)
         if messages is not None:
             return chat_tokens(loaded, entry.path is not None, messages, tools)
-        return text_tokens(loaded, text or "", add_special)
+        return text_ids(loaded, text or "", add_special)
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones too. Raises as `tokenize`."""

@@ -11,7 +11,7 @@ from offload_decode.models.loading import wrap
 from offload_decode.models.prompt import encode, encode_text, prompt_for
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.server.chat_prompt import chat_tokens, completion_tokens, keep_answer, text_tokens
+from offload_decode.server.chat_prompt import chat_tokens, completion_tokens, keep_answer, text_ids
 from offload_decode.server.messages import arguments_of, read_messages
 from offload_decode.server.prefix_cache import AnswerTokens
 from offload_decode.server.requests import WrongField
@@ -114,7 +114,7 @@ def test_turns_that_are_not_known_are_encoded_as_one(kind, template, corpus, que
     else:
         turns = f"{question}\nAnswer: {answer}{prompt.join.gap}Question: {following}\nAnswer:"
         text = f"{corpus.rstrip()}{prompt.join.gap}Question: {turns}"
-        whole = text_tokens(loaded, text)
+        whole = text_ids(loaded, text)
     assert [*stored.tolist(), *tail] == whole
 
 
@@ -136,7 +136,7 @@ def test_without_a_template_the_form_is_plain(kind):
     tokens = chat_tokens(loaded, False, [user("Who? "), said("The keeper."), user("Why?")])
     gap = loaded.prompt.join.gap
     text = f"Question: Who?\nAnswer: The keeper.{gap}Question: Why?\nAnswer:"
-    assert tokens == text_tokens(loaded, text)
+    assert tokens == text_ids(loaded, text)
 
 
 @pytest.mark.parametrize("template", [None, CHAT, SPACED], ids=["plain", "chat", "spaced"])
@@ -409,9 +409,9 @@ def test_a_raw_prompt_goes_on_with_the_text(kind):
     prompt = "Who wrote it? </s> a" if loaded.prompt.join.stored else f"{gap}Who wrote it? </s> a"
     tail = completion_tokens(loaded, True, prompt)
     assert tokenizer.eos_token_id in tail
-    assert [*stored.tolist(), *tail] == text_tokens(loaded, f"The lamp burns.{gap}Who wrote it? </s> a")
+    assert [*stored.tolist(), *tail] == text_ids(loaded, f"The lamp burns.{gap}Who wrote it? </s> a")
     assert completion_tokens(loaded, False, "x")[0] == tokenizer.bos_token_id
-    assert text_tokens(loaded, "x", special=False) == completion_tokens(loaded, False, "x")[1:]
+    assert text_ids(loaded, "x", special=False) == completion_tokens(loaded, False, "x")[1:]
 
 
 @pytest.mark.parametrize("stored", [True, False])

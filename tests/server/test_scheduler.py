@@ -202,7 +202,7 @@ def test_a_request_cancelled_at_its_end_is_not_left_running(service):
 
 def test_a_text_is_too_long_before_its_tokens_are_counted(serve, monkeypatch):
     service, messages = serve(max_prompt=10), [{"role": "user", "content": "word " * 100}]
-    for prompts in ("chat_tokens", "completion_tokens", "text_tokens"):
+    for prompts in ("chat_tokens", "completion_tokens", "text_ids"):
         monkeypatch.setattr(f"offload_decode.server.service.{prompts}", None)
     for too_long in (
         lambda: service.chat(ChatRequest("id", "book", messages=messages), None),
