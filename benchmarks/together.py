@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.common import option_parser, table
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry
-from offload_decode.collections.together import best, weights
+from offload_decode.collections.together import weights
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import WAYS, Joint, behind_text
 from offload_decode.engine.reading import Reading
@@ -75,7 +75,7 @@ class Answers:
         the processor that each token took, where they can be told.
         """
         name, _, number = way.partition(" ")
-        entries = best(self.collection, question, int(number or 1), self.collection.entries)
+        entries = [entry for entry, _ in self.collection.scored(question)[: int(number or 1)]]
         engines, put = [self._engine(entry) for entry in entries], FORM.format(question)
         given = weights(self.collection, question, entries)
         if name == "join":

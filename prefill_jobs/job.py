@@ -434,7 +434,7 @@ def _write(
         documents=len(work.documents),
         skipped=work.skipped,
         notes=work.notes,
-        resumed_from=done if done > (growth.cut if growth else 0) else 0,
+        resumed_from=0 if work.start and done == work.start.kept else done,
         seconds=seconds,
         tokens_per_second=(total - done) / seconds,
         bytes=size,

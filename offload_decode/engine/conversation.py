@@ -194,8 +194,9 @@ class Conversation:
             if token in ends:
                 self.finish = "stop"
                 break
-            self.evidence.add(token)
-            self.prefix.watches = self.evidence.observers
+            if self.evidence.watch is not None:
+                self.evidence.add(token)
+                self.prefix.watches = self.evidence.observers
             self.pending = [token]
             so_far.append(token)
             yield from answer.push(token)
@@ -211,7 +212,7 @@ class Conversation:
                 with self.step():
                     logits = self.run(self.pending)
         if answer.reached:
-            self.evidence.cut(len(self.evidence.tokens) - answer.dropped)
+            self.evidence.cut(max(0, len(self.evidence.tokens) - answer.dropped))
             self.take_back(answer.dropped)
         self.prefix.watches = self.evidence.beside
         yield from answer.rest()

@@ -74,17 +74,14 @@ class Evidence:
         others = (one.beside if isinstance(one, Evidence) else (one,) for one in beside)
         self.beside: tuple[Observer, ...] = tuple(chain.from_iterable(others))
         self.tokens: list[int] = []
+        # Who is to see the next row.
+        self.observers: tuple[Observer, ...] = self.beside if watch is None else (self,)
         self._sums = [(0, 0.0)]  # rows of all heads, and their attention to the text, before each token
 
     def fork(self) -> Evidence:
         """That of another answer to the same question, of which nothing is written."""
         watch = None if self.watch is None else self.watch.fork()
         return Evidence(self.question, watch, self.beside, self.opening)
-
-    @property
-    def observers(self) -> tuple[Observer, ...]:
-        """Who is to see the next row."""
-        return (self,) if self.watch is not None and len(self.tokens) < FIRST else self.beside
 
     def see(
         self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState
@@ -99,6 +96,8 @@ class Evidence:
         if self.watch is not None and len(self.tokens) < FIRST:
             self._sums.append((self.watch.rows, float(self.watch.mass[self.opening :].sum())))
         self.tokens.append(token)
+        if len(self.tokens) == FIRST:
+            self.observers = self.beside
 
     def cut(self, length: int) -> None:
         """The answer has no more than its first `length` tokens."""

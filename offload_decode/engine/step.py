@@ -21,7 +21,7 @@ from offload_decode.engine.citations import Observer, queries_of
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
 from offload_decode.selectors import unselected
-from offload_decode.selectors.base import Selector
+from offload_decode.selectors.base import Attended, Selector
 from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.budgets import SELECTED_IDS
 from offload_decode.selectors.one_pass import OnePass
@@ -53,7 +53,12 @@ class StoredPrefix:
         self.whole_generated = chosen.selector.whole_generated
         self.by_token = host.device.type == "cpu"
         self._kv_heads = chosen.selector.shape.kv_heads
-        self.one_pass = OnePass.of(host, chosen, tail)
+        # What chooses and attends in one call, where there is such a thing.
+        self._at_once: Callable[[int, Queries], Attended | None] | None = None
+        if chosen.selector.bound is not None:
+            self._at_once = chosen.selector.attend
+        elif one_pass := OnePass.of(host, chosen, tail):
+            self._at_once = one_pass.attend
         self.stats = StepStats()
         self.watches: tuple[Observer, ...] = ()
         self.spans: tuple[range, ...] = ()
@@ -156,9 +161,7 @@ class StoredPrefix:
     def _attend_part(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         self.host.store.check_mapped(layer)
         began = time.perf_counter()
-        attended = self.selector.attend(layer, queries)
-        if attended is None and self.one_pass is not None:
-            attended = self.one_pass.attend(layer, queries)
+        attended = None if self._at_once is None else self._at_once(layer, queries)
         selection: Selection | PageSelection
         if attended is not None:
             selection, state = attended.selection, attended.state

@@ -100,7 +100,7 @@ def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store):
 def test_the_speed_is_the_time_of_each_token():
     engine = SimpleNamespace(
         prefix=SimpleNamespace(length=10),
-        selector=SimpleNamespace(report=dict),
+        selector=SimpleNamespace(report=dict, bound=None),
         loaded=SimpleNamespace(loading=0.5),
     )
     told = describe(StepStats(tokens=4, total_s=0.5), cast(Engine, engine))

@@ -20,12 +20,13 @@ RED = "\x1b[31m"
 
 def test_escape_sequences_in_a_manifest_are_shown(copy):
     store = copy("evil.kv")
+    made = KVStore.open(store).manifest.prefill
     edit(
         store,
         "zarr.json",
         model_id=f"{RED}m\u202e",
         software="s\x9b2J\nforged  line",
-        prefill={"method": RED},
+        prefill=made | {"method": RED},
     )
     names = store / "documents/names/c.0"
     listed = json.dumps([f"{RED}.txt"])
