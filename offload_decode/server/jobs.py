@@ -65,7 +65,8 @@ class JobProgress:
 class Jobs:
     """The jobs of a server, in the first folder among its places; a thread runs them until `close`, and the
     next server continues them. `device` is where their models run, `disk` the bytes that the folder may have
-    (None: any number). With `read_only` there are none, and changes of a store raise `ReadOnly`. Thread-safe.
+    (None: any number). With `read_only` there are none, and changes of a store raise `ReadOnly`. `answering`
+    says whether a name is being answered from: then it does not expire. Thread-safe.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Jobs:
         device: str = "auto",
         read_only: bool = False,
         disk: int | None = None,
+        answering: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._catalog, self._released, self._device = catalog, released, device
+        self._answering = answering
         self._read_only, self._disk = read_only, disk
         self.kept = KeptStores(catalog, read_only)
         self._changed = threading.Condition()
@@ -111,8 +114,9 @@ class Jobs:
         where stores are made.
         """
         self._may_write()
-        entry, _ = self.store(name)
         with self._changed:
+            entry, _ = self.store(name)
+            self._check_stays(name)
             try:
                 self._begin()
                 now = self.kept.of(entry)
@@ -181,14 +185,17 @@ class Jobs:
                 raise ConfigError(f"{id} is {job.state}, and only a job that failed can be tried again")
             return self._save(replace(job, error=None, ended=None), "queued")
 
-    def delete(self, name: str) -> None:
-        """Delete a store, its name at once and its files when no answer reads them; returns then.
+    def delete(self, name: str, expired: bool = False) -> None:
+        """Delete a store, its name at once and its files when no answer reads them; returns then. With
+        `expired` it stays where its time is not over any more.
 
         Raises `NoSuchName`, `ConfigError` for a store that is not in a folder of stores, and `StoreBusy`.
         """
         self._may_write()
         with self._changed:
-            _, path = self.store(name)
+            entry, path = self.store(name)
+            if expired and not self.kept.of(entry).expired:
+                return
             if path.parent not in self._catalog.folders:
                 raise ConfigError(f"'{name}' was given to the server by itself: only its owner deletes it")
             if name in self._deleting or any(job.work.path == str(path) for job in self._unfinished()):
@@ -199,6 +206,8 @@ class Jobs:
             with self._released(name):
                 remove(path)
             self.kept.forget(path)
+            if expired:
+                LOG.info("'%s' was deleted: it was not used for as long as it was to be kept", name)
         finally:
             self._deleting.discard(name)
             self._catalog.hide(path, hidden=False)
@@ -264,8 +273,8 @@ class Jobs:
             if work.kind == "prefill":
                 self._check_free(work)
                 self.kept.forget(Path(work.path))
-            elif work.name in self._deleting:
-                raise StoreBusy(f"'{work.name}' is being deleted")
+            else:
+                self._check_stays(work.name)
             try:
                 job = files.create(work, documents)
             except OSError as error:
@@ -276,6 +285,10 @@ class Jobs:
                 shutil.rmtree(files.of(old.id), ignore_errors=True)
             self._changed.notify_all()
             return job
+
+    def _check_stays(self, name: str) -> None:
+        if name in self._deleting:
+            raise StoreBusy(f"'{name}' is being deleted")
 
     def _check_free(self, work: Work) -> None:
         """Raise StoreExists unless a store may have this name; a job for it that failed makes way."""
@@ -308,10 +321,13 @@ class Jobs:
 
     def _expire(self) -> None:
         """Delete the stores whose time is over."""
+        with self._changed:  # no file of theirs is being written
+            self.kept.forget_gone()
         for name in self.kept.expired():
             try:
-                self.delete(name)
-                LOG.info("'%s' was deleted: it was not used for as long as it was to be kept", name)
+                if self._answering(name):
+                    self.kept.use(self.store(name)[0])
+                self.delete(name, expired=True)
             except (OffloadDecodeError, OSError) as error:
                 LOG.warning("'%s' has expired, and is still there: %s", name, error)
 

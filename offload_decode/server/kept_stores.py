@@ -20,6 +20,7 @@ from offload_decode.common.errors import ConfigError, StoreBusy, StoreError
 from offload_decode.common.files import NotPlain, open_plain
 from offload_decode.kv.indexes import indexes_folder
 from offload_decode.server.catalog import Catalog, Entry
+from offload_decode.store.files import SEAL
 from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
 from offload_decode.store.writer import clear, restore
 
@@ -33,7 +34,8 @@ _LARGEST = 1 << 10
 @dataclass(frozen=True)
 class Keeping:
     """How long a store is kept: until it is deleted where it is `pinned` or `expires_after` is None, else
-    that many seconds beyond `last_used`, in seconds since 1970 (None: not since the server began).
+    that many seconds beyond `last_used`, in seconds since 1970 (None: not since the server began). Being made
+    or appended to is a use as well.
     """
 
     pinned: bool = False
@@ -59,16 +61,19 @@ class KeptStores:
 
     def of(self, entry: Entry) -> Keeping:
         """How long a store is kept. A file that cannot be read says nothing, and lets nothing expire."""
-        used = self._used.get(entry.path) if entry.path is not None else None
+        if entry.path is None:
+            return Keeping()
+        used = self._used.get(entry.path)
         try:
             with os.fdopen(open_plain(self._file(entry.path)), "rb") as file:
                 said, written = files.parse(file.read(_LARGEST)), os.fstat(file.fileno()).st_mtime
             pinned, after = said["pinned"], said["expires_after"]
-            if not isinstance(pinned, bool) or not (after is None or type(after) is int):
+            if not isinstance(pinned, bool) or not (after is None or (type(after) is int and after > 0)):
                 raise ValueError
+            made = os.stat(entry.path / SEAL).st_mtime
         except (ConfigError, NotPlain, OSError, ValueError, TypeError, KeyError):
             return Keeping(last_used=used)
-        return Keeping(pinned, after, max(written, used or 0.0))
+        return Keeping(pinned, after, max(written, made, used or 0.0))
 
     def set(self, entry: Entry, pinned: bool, expires_after: int | None) -> None:
         """Say how long a store is kept, from now on. Raises `OSError`, and `ConfigError` for one that lies
@@ -92,7 +97,19 @@ class KeptStores:
         """There is no store at `path` any more, or not yet."""
         self._used.pop(path, None)
         with suppress(ConfigError):
-            self._file(path).unlink(missing_ok=True)
+            file = self._file(path)
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:  # a folder of that name, say
+                LOG.warning("%s cannot be removed: %s", file, error.strerror)
+
+    def forget_gone(self) -> None:
+        """Forget what was said of stores that are gone, deleted by hand, say: others may get their names."""
+        for folder in self._catalog.folders[:1]:
+            for file in (folder / ".kept").glob("*"):
+                path = folder / file.name
+                if not os.path.lexists(path) and not os.path.lexists(partial_path(path)):
+                    self.forget(path)
 
     def expired(self) -> list[str]:
         """The names of stores whose time is over."""

@@ -93,7 +93,12 @@ class Service:
         self.matcher = Matcher()
         self.releases = Releases(self.scheduler.uses, self._close)
         self.jobs = Jobs(
-            catalog, self.releases.released, settings.config.device, settings.read_only, settings.store_disk
+            catalog,
+            self.releases.released,
+            settings.config.device,
+            settings.read_only,
+            settings.store_disk,
+            self.scheduler.uses,
         )
         catalog.subscribe(lambda names: [*map(self._close, names)])
         self._tell_metrics()

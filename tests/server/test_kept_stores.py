@@ -1,8 +1,9 @@
 """How long a server keeps its stores, and how much disk they have."""
 
 import os
+import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -11,6 +12,7 @@ from offload_decode.server import jobs
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.kept_stores import Keeping, KeptStores, folder_bytes
 from offload_decode.server.requests import TooLarge
+from offload_decode.store.files import SEAL
 from tests.server.test_catalog import make_store, shelf, until
 from tests.server.test_job import text
 from tests.server.test_jobs import DONE, HALF, WAIT, catalog, over, refused, says, started
@@ -19,8 +21,9 @@ __all__ = ["catalog", "says", "shelf", "started"]
 
 
 def unused(shelf, name, seconds):
-    """Have a store's last use lie so far back."""
-    os.utime(shelf / ".kept" / name, (time.time() - seconds,) * 2)
+    """Have a store be made, and its last use lie, so far back."""
+    for file in (shelf / name / SEAL, shelf / ".kept" / name):
+        os.utime(file, (time.time() - seconds,) * 2)
 
 
 @pytest.fixture
@@ -60,7 +63,15 @@ def test_only_stores_where_stores_are_made_expire(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spoilt", ["", "[]", "{}", '{"pinned": 0, "expires_after": 1}', '{"pinned": false, "expires_after": "1"}']
+    "spoilt",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"pinned": 0, "expires_after": 1}',
+        '{"pinned": false, "expires_after": "1"}',
+        '{"pinned": false, "expires_after": -1}',
+    ],
 )
 def test_nothing_expires_by_a_file_that_cannot_be_read(shelf, catalog, book, spoilt):
     kept = KeptStores(catalog)
@@ -82,6 +93,56 @@ def test_an_expired_store_is_deleted_and_a_pinned_one_is_not(started, shelf, cat
         unused(shelf, f"{name}.kv", 1000)
     until(lambda: not (shelf / "gone.kv").exists())
     assert sorted(path.name for path in shelf.glob("*.kv")) == ["kept.kv", "pinned.kv"]
+
+
+def test_a_store_made_by_hand_under_the_name_of_an_expiring_one_stays(shelf, catalog, book):
+    kept = KeptStores(catalog)
+    kept.set(book, False, 100)
+    unused(shelf, "book.kv", 1000)
+    os.utime(shelf / "book.kv" / SEAL)
+    assert kept.expired() == []
+    kept.forget_gone()
+    assert kept.of(book).expires_after == 100
+    (shelf / "book.kv").rename(
+        shelf / "book.kv.partial"
+    )  # as while an append puts the longer one in its place
+    kept.forget_gone()
+    (shelf / "book.kv.partial").rename(shelf / "book.kv")
+    assert kept.of(book).expires_after == 100
+    (shelf / "book.kv").rename(shelf / "gone")
+    (shelf / ".kept" / "folder").mkdir()
+    kept.forget_gone()
+    (shelf / "gone").rename(shelf / "book.kv")
+    assert kept.of(book) == Keeping()
+
+
+def test_a_store_that_is_being_answered_from_or_was_pinned_meanwhile_does_not_expire(
+    started, shelf, catalog, monkeypatch
+):
+    monkeypatch.setattr(jobs, "EXPIRY_S", 0.05)
+    for seed, name in enumerate(("gone", "answering", "pinned")):
+        make_store(shelf / f"{name}.kv", seed=seed)
+    catalog.refresh()
+    deleting, may = threading.Event(), threading.Event()
+
+    @contextmanager
+    def released(name):
+        deleting.set()
+        may.wait(10)
+        yield
+
+    running = started(released=released, answering=lambda name: name == "answering")
+    for name in ("gone", "answering", "pinned"):
+        running.keep(name, expires_after=100)
+    with running._changed:
+        for name in ("answering", "gone", "pinned"):
+            unused(shelf, f"{name}.kv", 1000)
+    assert deleting.wait(10)
+    running.keep("pinned", pinned=True)
+    may.set()
+    until(lambda: not (shelf / "gone.kv").exists())
+    running.close()
+    assert sorted(path.name for path in shelf.glob("*.kv")) == ["answering.kv", "pinned.kv"]
 
 
 def test_files_with_two_names_are_counted_once(tmp_path):
