@@ -26,6 +26,7 @@ import torch
 from benchmarks.common import option_parser, table
 from offload_decode.engine import grounded
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.text import Pieces
 from offload_decode.evals.extra import library
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.stats import bootstrapped
@@ -139,7 +140,8 @@ def logprob(engine: Engine, question: str, tokens: list[int]) -> float:
     with forked.step():
         logits = forked.run(asked + tokens[:-1], every=True)[len(asked) - 1 :]
     each = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-    which = grounded.telling(engine.tokenizer.convert_ids_to_tokens(tokens), question)
+    pieces = Pieces(engine.tokenizer)
+    which = grounded.telling([*map(pieces.push, tokens)], question)
     return fmean([one for one, tells in zip(each, which, strict=True) if tells] or [-10.0])
 
 

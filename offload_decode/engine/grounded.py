@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offload_decode.attention.queries import Queries
 from offload_decode.engine.citations import WINDOW, AnySelection, Array, Observer, Watch, text_ids
+from offload_decode.engine.text import Pieces
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState
 
@@ -21,7 +22,6 @@ FIRST = 16
 """Rows whose attention tells: that of the question's last token, and of the answer's first ones."""
 AROUND = 24  # tokens that the passage which was attended to has on each side of the window
 
-_BLANK = re.compile(r"[\s▁ĠĊ]|<0x0A>")  # as texts, as SentencePiece and as bytes spell it
 _WORD = re.compile(r"\w+")
 
 
@@ -104,10 +104,11 @@ class Evidence:
         del self.tokens[length:], self._sums[length + 1 :]
 
     def signs(self, store: KVStore, tokenizer: Any) -> Signs | None:
-        """None where there is no answer, or where it was not seen what it attended to."""
-        if self.watch is None or not self.watch.rows or not self.tokens:
+        """None where it was not seen what it attended to; an answer of no tokens attended to nothing."""
+        if self.watch is None or not self.watch.rows:
             return None
-        tells = telling(tokenizer.convert_ids_to_tokens(self.tokens), self.question)
+        pieces = Pieces(tokenizer)
+        tells = telling([*map(pieces.push, self.tokens)], self.question)
         shares = [
             (mass - before) / max(1, rows - earlier)
             for (earlier, before), (rows, mass) in pairwise(self._sums)
@@ -115,7 +116,7 @@ class Evidence:
         told = [share for share, wanted in zip(shares, tells, strict=False) if wanted]
         asked, (start, end) = words(self.question), passage(self.watch.mass, self.opening)
         there = words(tokenizer.decode(text_ids(store, tokenizer, start, end)))
-        return Signs(fmean(told or shares), len(asked & there) / max(1, len(asked)))
+        return Signs(fmean(told or shares or [0.0]), len(asked & there) / max(1, len(asked)))
 
 
 def kind_of(config: Any) -> tuple[str, int, int]:
@@ -130,12 +131,12 @@ def weights_of(config: Any) -> Weights | None:
 
 
 def telling(answer: Sequence[str], question: str) -> list[bool]:
-    """Which tokens of an answer, as the tokenizer spells them, belong to words that the question does not
+    """Which tokens of an answer, each as the text that it adds, belong to words that the question does not
     have; all of them where none does. What an answer repeats says nothing of where it comes from.
     """
     asked = words(question)
-    starts = accumulate((len(_text([one])) for one in answer), initial=0)
-    spans = [word.span() for word in _WORD.finditer(_text(answer)) if word[0] not in asked]
+    starts = accumulate(map(len, answer), initial=0)
+    spans = [word.span() for word in _WORD.finditer("".join(answer)) if word[0].lower() not in asked]
     which = [any(first < end and start < last for first, last in spans) for start, end in pairwise(starts)]
     return which if any(which) else [True] * len(which)
 
@@ -154,7 +155,3 @@ def passage(mass: Array, opening: int) -> tuple[int, int]:
 def words(text: str) -> set[str]:
     """The words of a text, in small letters."""
     return set(_WORD.findall(text.lower()))
-
-
-def _text(pieces: Sequence[str]) -> str:
-    return _BLANK.sub(" ", "".join(pieces)).lower()
