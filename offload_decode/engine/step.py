@@ -21,7 +21,7 @@ from offload_decode.engine.citations import Observer, queries_of
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
 from offload_decode.selectors import unselected
-from offload_decode.selectors.base import Attended, Selector
+from offload_decode.selectors.base import Selector
 from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.budgets import SELECTED_IDS
 from offload_decode.selectors.one_pass import OnePass
@@ -54,11 +54,10 @@ class StoredPrefix:
         self.by_token = host.device.type == "cpu"
         self._kv_heads = chosen.selector.shape.kv_heads
         # What chooses and attends in one call, where there is such a thing.
-        self._at_once: Callable[[int, Queries], Attended | None] | None = None
-        if chosen.selector.bound is not None:
-            self._at_once = chosen.selector.attend
-        elif one_pass := OnePass.of(host, chosen, tail):
-            self._at_once = one_pass.attend
+        bounded = chosen.selector.bound is not None
+        self.one_pass: OnePass | Selector | None = (
+            chosen.selector if bounded else OnePass.of(host, chosen, tail)
+        )
         self.stats = StepStats()
         self.watches: tuple[Observer, ...] = ()
         self.spans: tuple[range, ...] = ()
@@ -161,7 +160,7 @@ class StoredPrefix:
     def _attend_part(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         self.host.store.check_mapped(layer)
         began = time.perf_counter()
-        attended = None if self._at_once is None else self._at_once(layer, queries)
+        attended = None if self.one_pass is None else self.one_pass.attend(layer, queries)
         selection: Selection | PageSelection
         if attended is not None:
             selection, state = attended.selection, attended.state
