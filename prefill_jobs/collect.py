@@ -26,7 +26,7 @@ from offload_decode.prefill_jobs.destinations import Place
 from offload_decode.prefill_jobs.documents.files import read_plain
 from offload_decode.prefill_jobs.documents.reading import read_document
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped, Walk, check_corpus, clean
-from offload_decode.prefill_jobs.job import Maker, make, prepare, settled
+from offload_decode.prefill_jobs.job import Maker, Settings, make, prepare, settled
 from offload_decode.store.layout import ROOT
 from offload_decode.store.reader import KVStore
 
@@ -60,7 +60,12 @@ class CollectReport:
 def _header(maker: Maker) -> Header:
     own = maker.loaded
     hashes = own.config_hash, own.weights_hash, own.tokenizer_hash
-    return Header(own.model_id, *hashes, own.dtype, own.weights, asdict(maker.settings))
+    return Header(own.model_id, *hashes, own.dtype, own.weights, _stated(maker.settings))
+
+
+def _stated(settings: Settings) -> dict[str, object]:
+    """What a collection says of its settings: no documents of one begin as another store."""
+    return {name: value for name, value in asdict(settings).items() if name != "base"}
 
 
 def collect(
@@ -92,7 +97,7 @@ def collect(
     with Changing.at(out) as changing, Words(out / WORDS) as words:
         if (stated := changing.header) is not None:
             dtype = stated.dtype if maker.dtype == "auto" else maker.dtype
-            own = maker.model, maker.weights, asdict(maker.settings), dtype
+            own = maker.model, maker.weights, _stated(maker.settings), dtype
             if own != (stated.model_id, stated.weights, stated.settings, stated.dtype):
                 changing.state(_header(maker))  # else its name is enough until it is loaded
         collecting = _Collecting(changing, words, maker, metadata, report, progress)

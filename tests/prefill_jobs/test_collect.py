@@ -268,6 +268,7 @@ def test_a_collection_has_one_model_and_one_way_of_prefilling(maker, texts, out,
     with pytest.raises(StoreMismatch, match="dtype"):
         collect(str(texts), out, Maker(maker.model, SETTINGS, dtype="bfloat16"))
     assert tree(out) == collected
+    assert "base" not in Collection(out).header.settings  # which collections of earlier states do not state
 
 
 def test_other_folders_are_left_alone(maker, texts, out):
