@@ -143,10 +143,12 @@ def compared(
                     f"{name} is in {earlier.path} and cannot be read now ({unread[part]}): mend it, or leave "
                     "it out (--exclude)"
                 )
-    if len(before) > 1 and 2 * len(gone) > len(before) and not drop:
+    base = earlier.manifest.base or {"tokens": 0}
+    of_base = {one.name for one in earlier.documents if one.start < base["tokens"]}
+    if (2 * len(gone) > len(before) or (of_base and of_base.issubset(gone))) and not drop:
         raise ConfigError(
-            f"{len(gone):,} of the {len(before):,} documents of {earlier.path} are not in the corpus, such "
-            f"as {gone[0]}, and would be dropped: give all of the corpus, or --drop"
+            f"{earlier.path} would lose {len(gone):,} of its {len(before):,} documents, such as {gone[0]}, "
+            "which the corpus does not have: give all of the corpus, or --drop"
         )
     added = tuple(name for name in now if name not in before)
     changed = tuple(name for name in now if name in before and not np.array_equal(now[name], before[name]))

@@ -58,10 +58,11 @@ def test_what_is_not_the_corpus_is_refused(copy, tmp_path):
     folder.mkdir()
     for name in "abc":
         (folder / f"{name}.txt").write_text(f"{name} is a letter. " * 5)
-    done("renew", store, folder)
+    assert "would lose 1 of its 1 documents" in refused(2, "renew", store, folder)
+    done("renew", store, folder, "--drop")
     before = tree(store)
     told = refused(2, "renew", store, folder / "a.txt")
-    assert "2 of the 3 documents of" in told
+    assert "would lose 2 of its 3 documents" in told
     assert "give all of the corpus, or --drop" in told
     assert "There is no store" in refused(1, "renew", tmp_path / "none.kv", folder)
     assert tree(store) == before

@@ -204,12 +204,25 @@ def test_what_has_changed_is_named(copied):
 def test_most_documents_are_dropped_only_on_demand_and_unread_ones_not_at_all(copied):
     model, _, store = copied()
     with pytest.raises(
-        ConfigError, match=r"3 of the 5 documents of .*, such as c\.txt, and would be dropped"
+        ConfigError, match=r"would lose 3 of its 5 documents, such as c\.txt, which the corpus does not have"
     ):
         planned(model, store, TEXTS[:2])
     assert planned(model, store, TEXTS[:2], drop=True).gone == ("c.txt", "d.txt", "e.txt")
     with pytest.raises(CorpusError, match=r"e\.txt is in .* and cannot be read now \(Permission denied\)"):
         planned(model, store, TEXTS[:4], skipped=(Skipped("e.txt", "Permission denied"),))
+
+
+def test_the_only_document_and_all_of_the_base_are_dropped_only_on_demand(copied, tmp_path):
+    model, _, _ = copied()
+    base, child = tmp_path / "base.kv", tmp_path / "child.kv"
+    prefill_texts(model, TEXTS[:1], base, settings())
+    prefill_texts(model, TEXTS[1:4], child, Settings(base=base))
+    with pytest.raises(ConfigError, match=r"would lose 1 of its 1 documents, such as a\.txt"):
+        planned(model, base, TEXTS[1:2])
+    with pytest.raises(ConfigError, match=r"would lose 1 of its 4 documents, such as a\.txt"):
+        planned(model, child, TEXTS[1:4])
+    assert planned(model, child, TEXTS[1:4], drop=True).gone == ("a.txt",)
+    assert planned(model, child, TEXTS[:3]).gone == ("d.txt",)
 
 
 def test_another_model_is_refused(copied):
