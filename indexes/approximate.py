@@ -6,8 +6,9 @@ Queries are unlike keys, so no default of `nprobe` or `ef` can be trusted: it is
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, ClassVar, NamedTuple, Self
@@ -163,7 +164,9 @@ class ApproximateIndex(VectorIndex):
         super().__init__(keys, digest)
         self.flat = FlatIndex(keys, digest)
         self._native: Any = None
-        self.bases: Sequence[str] = ()  # files that the native file shares bytes of, once it is written
+        self.bases: Mapping[
+            str, os.stat_result
+        ] = {}  # files that the native one shares bytes of, when written
 
     @classmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:

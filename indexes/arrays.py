@@ -87,10 +87,10 @@ def write(
     arrays: Mapping[str, Array],
     earlier: Mapped | None = None,
     stays: bool = True,
-) -> list[str]:
+) -> dict[str, os.stat_result]:
     """Write `numbers` (int64, seven at most), which tell the sizes, and `arrays`, each padded to 64 bytes,
-    without what the files of an `earlier` index have of them; returns these files. Unless that index `stays`,
-    its own file is none of them.
+    without what the files of an `earlier` index have of them; returns these files, as they were when they
+    were mapped. Unless that index `stays`, its own file is none of them.
     """
     bases = earlier.bases(stays)[:_MOST_BASES] if earlier else []
     shared = {name: earlier.beginning(name, each, bases) if earlier else [] for name, each in arrays.items()}
@@ -108,7 +108,7 @@ def write(
             out.write(bytes(-out.tell() % (_PAGE if shared[name] else ALIGNMENT)))
             out.write(_bytes(array)[_length(shared[name]) :].data)
         out.write(bytes(-out.tell() % ALIGNMENT))
-    return bases
+    return {base: earlier.files[base] for base in bases} if earlier else {}
 
 
 def base_path(file: str | os.PathLike[str], number: int) -> str:

@@ -12,7 +12,7 @@ import os
 import reprlib
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def save(
     metadata: dict[str, Any],
     suffix: str = "",
     write: Callable[[str], None] | None = None,
-    bases: Callable[[], Sequence[str]] = list,
+    bases: Callable[[], Mapping[str, os.stat_result]] = dict,
 ) -> None:
     """Writes the native file through `write(file name)`, when there is one, then links to the files that it
     shares bytes of, the `bases()`, then the metadata.
@@ -76,7 +76,7 @@ def save(
                 with files.replacing(native) as beside:
                     write(str(beside))
                     body["native"] = {"suffix": suffix, **_described(beside)}
-                    if links := [_linked(native, *each) for each in enumerate(bases())]:
+                    if links := [_linked(native, *each) for each in enumerate(bases().items())]:
                         body["native"]["bases"] = [*map(_described, links)]
             files.write(target, _rendered(body | {"sha256": _body_sha256(body)}).encode())
     except (OSError, RuntimeError) as error:  # RuntimeError is how the libraries report the file system
@@ -91,14 +91,18 @@ def _described(file: Path) -> dict[str, Any]:
     return {"size": file.stat().st_size, "sha256": _file_sha256(file)}
 
 
-def _linked(native: Path, number: int, base: str) -> Path:
-    """Beside a native file, the file that it shares bytes of: linked, or copied where that cannot be."""
-    target = Path(base_path(native, number))
+def _linked(native: Path, number: int, base: tuple[str, os.stat_result]) -> Path:
+    """Beside a native file, the file that it shares bytes of: linked, or copied where that cannot be.
+    RuntimeError where it has been replaced since it was mapped.
+    """
+    target, (file, then) = Path(base_path(native, number)), base
     with files.replacing(target) as beside:
         try:
-            os.link(base, beside)
+            os.link(file, beside)
         except OSError:
-            shutil.copyfile(base, beside)
+            shutil.copyfile(file, beside)
+        if not os.path.samestat(os.stat(file), then):
+            raise RuntimeError(f"{file} has been replaced meanwhile")
     return target
 
 

@@ -108,7 +108,7 @@ class Growth:
 
     def replaces(self, path: Path) -> bool:
         """Whether the store that is written at `path` takes the place of the earlier one."""
-        return os.path.realpath(self.earlier.path) == os.path.realpath(path)
+        return not self.stays and os.path.realpath(self.earlier.path) == os.path.realpath(path)
 
     def begin(self, partial: Path) -> None:
         """Raise where the earlier store is another one now, and forget a staging folder that it came from."""

@@ -32,7 +32,7 @@ def bases_of(store: KVStore) -> Iterator[Base]:
                 found, now = None, CHANGED
         except StoreNotFound:
             now = GONE
-        except StoreError:
+        except (StoreError, OSError):  # of another user, or a name that no file has
             now = UNREADABLE
         yield Base(path, base["tokens"], now)
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from offload_decode.common.errors import (
     ConfigError,
     IndexDamaged,
+    IndexNotWritten,
     StoreDamaged,
+    StoreExists,
     StoreMismatch,
     StoreNotFound,
 )
@@ -27,7 +30,7 @@ from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill_tex
 from offload_decode.prefill_jobs.renew import compared, renew_as
 from offload_decode.store import growth
 from offload_decode.store.reader import BASE, KVStore
-from offload_decode.store.tree import AS_IT_WAS, CHANGED, GONE, bases_of, begun_as
+from offload_decode.store.tree import AS_IT_WAS, CHANGED, GONE, UNREADABLE, bases_of, begun_as
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_append import CHAT, TEXTS, loaded, settings
 
@@ -162,14 +165,38 @@ def test_indexes_share_what_they_begin_with(tmp_path: Path, monkeypatch: pytest.
         cells_of(store)
 
 
+def test_an_index_that_is_replaced_while_another_one_grows_from_it_is_not_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shared was read in the file that was mapped: another of that name has other bytes there."""
+    monkeypatch.setattr(arrays, "_LEAST", 4096)
+    model, base = loaded("llama"), tmp_path / "base.kv"
+    prefill_texts(model, TEXTS, base, settings())
+    build_indexes(base, "clusters", k=8)
+    share = ClusteredIndex.share
+
+    def replaced(self: ClusteredIndex, earlier: ClusteredIndex, stays: bool) -> None:
+        share(self, earlier, stays)
+        for file in kind_folder(base, "clusters").glob("*.cells"):
+            shutil.copyfile(file, f"{file}.new")
+            os.replace(f"{file}.new", file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ClusteredIndex, "share", replaced)
+        with pytest.raises(IndexNotWritten, match="has been replaced meanwhile"):
+            on(base, model, TEXTS[:1], tmp_path / "x.kv")
+    on(base, model, TEXTS[:1], tmp_path / "x.kv")
+    assert not [*verify(KVStore.open(tmp_path / "x.kv"), "clusters", lambda stage, done, total: None)]
+
+
 def test_pages_of_memory_larger_than_those_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There shared arrays are read, with the same numbers."""
     first, more = np.arange(10_000, dtype=np.int64), np.arange(20_000, dtype=np.int64)
     layout = {"n": (np.int64, (10_000,))}
     arrays.write(str(tmp_path / "first"), [10_000], {"n": first})
     _, earlier = arrays.read(str(tmp_path / "first"), 1, lambda numbers: layout)
-    bases = arrays.write(str(tmp_path / "more"), [20_000], {"n": more}, earlier)
-    os.link(bases[0], arrays.base_path(tmp_path / "more", 0))
+    (base,) = arrays.write(str(tmp_path / "more"), [20_000], {"n": more}, earlier)
+    os.link(base, arrays.base_path(tmp_path / "more", 0))
     assert (tmp_path / "more").stat().st_size < 21_000 * 8 - 9_000 * 8
     for size in (4096, 16384):
         monkeypatch.setattr(arrays.mmap, "PAGESIZE", size)
@@ -180,7 +207,7 @@ def test_pages_of_memory_larger_than_those_of_files(tmp_path: Path, monkeypatch:
         data[8 + place % 2] = number
         data.tofile(tmp_path / "bad")
         (tmp_path / "bad.base0").unlink(missing_ok=True)
-        os.link(bases[0], tmp_path / "bad.base0")
+        os.link(base, tmp_path / "bad.base0")
         with pytest.raises(RuntimeError):
             arrays.read(str(tmp_path / "bad"), 1, lambda numbers: {"n": (np.int64, (numbers[0],))})
 
@@ -236,6 +263,8 @@ def test_it_outlives_its_base_and_a_copy_is_whole(tmp_path: Path) -> None:
     assert [base.now for base in bases_of(store)] == [CHANGED]
     shutil.rmtree(tmp_path / "base.kv")
     assert [base.now for base in bases_of(store)] == [GONE]
+    too_long = replace(store.manifest, base={"store": "x" * 4096, "digest": "", "tokens": 1})
+    assert [base.now for base in bases_of(KVStore(store.path, too_long, {}, {}))] == [UNREADABLE]
     shutil.copytree(tmp_path / "x.kv", tmp_path / "copy.kv")
     for name in ("x.kv", "copy.kv"):
         KVStore.open(tmp_path / name).verify()
@@ -275,6 +304,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Settings("window", {"chunk": 32}, kv="int8", base=base)
     with pytest.raises(StoreNotFound):
         on(tmp_path / "gone.kv", model, TEXTS[:1], out)
+    with pytest.raises(StoreExists):
+        on(base, model, TEXTS[:1], base)
     file = base / "layers/001/keys/c.0.0.0"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(StoreDamaged, match=r"c\.0\.0\.0 \(changed\)"):
