@@ -29,7 +29,10 @@ def renew(
         bool, typer.Option("--dry-run", help="Only say what has changed and how many tokens would be run.")
     ] = False,
     drop: Annotated[
-        bool, typer.Option("--drop", help="Drop missing documents even if they are more than half, or all of a base.")
+        bool,
+        typer.Option(
+            "--drop", help="Drop missing documents even if they are more than half, or all of a base."
+        ),
     ] = False,
     model: opts.Model = None,
     folders: Folders,
