@@ -132,13 +132,18 @@ class Joint:
 
     def ask(self, question: str, weights: Sequence[float] | None = None) -> Tensor:
         """Put a question to all: the logits after it, `[K, V]` of the K documents at work (and a row of the
-        model alone, for `pced`). `weights`: how well each document speaks to it, above 0 (None: all alike).
+        model alone, for `pced`). `weights`: how well each document speaks to it, 0 where it does not, but not
+        for all of them (None: all alike).
 
         Raises `ConfigError` for other weights, and `ContextEnds`.
         """
         given = torch.ones(len(self.talks)) if weights is None else torch.tensor(weights, dtype=torch.float)
-        if given.shape != (len(self.talks),) or not bool(((given > 0) & (given < torch.inf)).all()):
-            raise ConfigError("each document needs a weight above 0: give as many as there are documents")
+        fits = given.shape == (len(self.talks),) and bool(((given >= 0) & (given < torch.inf)).all())
+        if not fits or not given.any():
+            raise ConfigError(
+                "each document needs a weight of 0 or more, and one of them a weight above 0: give as many "
+                "as there are documents"
+            )
         turns = [Turn(talk, self.question_tokens(question, talk)) for talk in self._rows]
         for talk, tokens, _ in turns:
             talk.check_room(len(tokens))
@@ -147,7 +152,7 @@ class Joint:
         for talk, watch in zip(self.talks, self.watches, strict=False):
             talk.prefix.watches = (watch,)
         self.working = list(range(len(self.talks)))
-        self._weigh(given.log())
+        self._weigh(given.log().to(self.talks[0].loaded.device))
         logits = torch.stack(run_turns(self._at_work(turns)))
         for place in set(range(len(self.talks))) - set(self.working):
             _follow(*turns[place][:2])
@@ -240,7 +245,7 @@ class Joint:
         """Weigh the documents at work by the probability that each gave to a token."""
         weights = self.weights + logs[: len(self.working), token]
         shares = torch.zeros(len(self.talks))
-        shares[self.working] = weights.softmax(0)
+        shares[self.working] = weights.softmax(0).cpu()
         self.carried.append(Carried(token, tuple(shares.tolist())))
         self._weigh(weights)
 

@@ -42,9 +42,9 @@ class Reading(Joint):
         reader, asked = behind_text(first, text), self.question_tokens(question, first)
         said = [*first.tokens, *first.pending, *asked]
         reader.check_room(len(said))
-        written: list[int] = []
+        logits, written = reader.extend(said), list[int]()
         try:
-            for token in reader.generate(reader.extend(said), max_new_tokens, sampler):
+            for token in reader.generate(logits, max_new_tokens, sampler):
                 written.append(token)
                 yield token
         finally:  # where it is stopped, the part that is written stays
@@ -59,5 +59,7 @@ class Reading(Joint):
 
     def take_stats(self) -> StepStats:
         """The costs since they were last taken."""
-        stats, self._stats = self._stats, StepStats()
+        stats = super().take_stats()
+        stats.add(self._stats)
+        self._stats = StepStats()
         return stats

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.collections.collection import Collection
-from offload_decode.collections.together import best, weights
+from offload_decode.collections.together import weights
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
@@ -45,7 +45,7 @@ def test_stores_that_are_named_give_one_answer(stores, way):
 
 def test_documents_of_a_collection_begin_with_weights_by_their_words(collection, stores):
     opened = Collection(collection)
-    entries = best(opened, QUESTION, 3, opened.entries)
+    entries = [entry for entry, _ in opened.scored(QUESTION)[:3]]
     given = weights(opened, QUESTION, entries)
     assert entries[0].name == "beta.txt"
     assert given[0] > given[1]

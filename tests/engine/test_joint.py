@@ -5,10 +5,12 @@ import torch
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine import joint
-from offload_decode.engine.conversation import Sampler
+from offload_decode.engine import reading as reading_module
+from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
+from tests.card import stand_in
 from tests.tiny import let_models_write, random_ids, served_model, token_store
 
 QUESTION, NEW = "Who keeps the lamp?", 6
@@ -27,6 +29,10 @@ def logs_of(engine, tokens):
     talk = engine.fork()
     logits = talk.ask(QUESTION)
     return (talk.extend(tokens) if tokens else logits).log_softmax(-1)
+
+
+def stopped(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("way", ["mixture", "product"])
@@ -72,6 +78,23 @@ def test_each_token_is_the_likeliest_of_the_formula(engines, way):
         shares = chance[:, token] / chance[:, token].sum()
         assert together.carried[place].shares == pytest.approx(shares.tolist(), abs=1e-4)
         weights = shares
+
+
+@pytest.mark.parametrize("way", joint.WAYS)
+def test_a_device_joins_as_a_host(engines, way):
+    expected = Joint(engines, way)
+    tokens = expected.answer(QUESTION, WEIGHTS, NEW).tokens
+    with stand_in():
+        loaded = served_model("llama", "cuda")
+        together = Joint([Engine.open(engine.store, loaded) for engine in engines], way)
+        assert together.answer(QUESTION, WEIGHTS, NEW).tokens == tokens
+        assert together.shares() == pytest.approx(expected.shares(), abs=1e-3)
+
+
+def test_a_document_without_weight_is_not_asked(engines):
+    together = Joint(engines)
+    assert together.answer(QUESTION, [1.0, 0.0, 0.0], NEW).tokens == engines[0].answer(QUESTION, NEW).tokens
+    assert together.shares() == [1.0, 0.0, 0.0]
 
 
 def test_what_drops_out_changes_no_distribution_by_more_than_its_weight(engines, monkeypatch):
@@ -128,11 +151,23 @@ def test_reading_answers_from_the_passages_as_from_their_text(engines):
     talk = joint.without_corpus(engines[0].loaded)
     logits = talk.extend([*prompt.document(tokenizer, text, first=True), *prompt.first(tokenizer, QUESTION)])
     assert answer.tokens == tuple(talk.generate(logits, NEW))
-    assert answer.stats.tokens > len(answer.tokens)
+    draft = Joint(engines, cites=True)
+    drafted = draft.answer(QUESTION, None, reading_module.DRAFT_TOKENS)
+    assert answer.stats.selected == drafted.stats.selected > 0
+    assert answer.stats.tokens == drafted.stats.tokens + talk.prefix.take_stats().tokens
     again = list(reading.answer("And then?", None, NEW).tokens)
     assert reading.talks[0].pending[-len(again) :] == again
     asked = engines[0].question_tokens(QUESTION)
     assert reading.talks[0].pending[: len(asked)] == asked
+
+
+def test_a_question_that_is_stopped_before_it_was_run_is_not_read_again(engines, monkeypatch):
+    reading = Reading(engines)
+    monkeypatch.setattr(Conversation, "extend", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        reading.answer(QUESTION, None, NEW)
+    assert [talk.pending for talk in reading.talks] == [[]] * 3
+    assert reading.question_tokens(QUESTION, engines[0]) == engines[0].question_tokens(QUESTION)
 
 
 def test_stores_of_two_models_are_refused(engines, tmp_path):
@@ -142,8 +177,8 @@ def test_stores_of_two_models_are_refused(engines, tmp_path):
         Joint([engines[0], Engine.open(store, other)])
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]])
-def test_weights_are_above_zero_and_one_for_each_document(engines, weights):
+@pytest.mark.parametrize("weights", [[1.0], [0.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0, float("nan"), 1.0]])
+def test_weights_are_numbers_from_zero_on_one_for_each_document_and_not_all_zero(engines, weights):
     with pytest.raises(ConfigError, match="weight"):
         Joint(engines).ask(QUESTION, weights)
 
