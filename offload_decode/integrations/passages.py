@@ -56,7 +56,8 @@ class PassageSearch:
     ):
         if k < 1 or documents < 1:
             raise ConfigError("k, and how many documents of a collection are searched, must be at least 1")
-        self._paths = [Path(one) for one in ([stores] if isinstance(stores, str | Path) else stores)]
+        given = [stores] if isinstance(stores, str | Path) else stores
+        self._paths = list(dict.fromkeys(map(Path, given)))
         self._k, self._documents = k, documents
         opener = Opener(EngineConfig(crossover=True).changed(settings or {}), Caps())
         self._open = lru_cache(OPEN)(lambda path, seal: opener.open(path))
