@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.options import Folders, argument, option, with_groups
+from offload_decode.cli.options import Folders, argument, with_groups
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import RunOptions, document_notes, exit_on_failures, skipped_files
 from offload_decode.common import files
@@ -24,9 +24,7 @@ def append(
     model: opts.Model = None,
     folders: Folders,
     device: opts.Device = "auto",
-    weights: Annotated[
-        str, option("W", "Weights of the model: auto (as in the store), or streamed to a GPU layer by layer.")
-    ] = "auto",
+    weights: opts.StoredWeights = "auto",
     gpu_memory: opts.GpuMemory = None,
     ram: opts.Ram = None,
     no_sync: opts.NoSync = False,

@@ -268,6 +268,9 @@ Model = Annotated[
 Weights = Annotated[
     str, option("W", "Weights of the model: auto (as prefilled), full (unpacked), int8 or int4.", panel=MODEL)
 ]
+StoredWeights = Annotated[
+    str, option("W", "Weights of the model: auto (as in the store), or streamed to a GPU layer by layer.")
+]
 Rope = Annotated[
     str,
     option(

@@ -9,7 +9,7 @@ import typer
 from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
 from offload_decode.cli.append import earlier_parts
-from offload_decode.cli.options import Folders, argument, option, with_groups
+from offload_decode.cli.options import Folders, argument, with_groups
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import RunOptions, document_notes, exit_on_failures, skipped_files
 from offload_decode.common import files
@@ -37,9 +37,7 @@ def renew(
     model: opts.Model = None,
     folders: Folders,
     device: opts.Device = "auto",
-    weights: Annotated[
-        str, option("W", "Weights of the model: auto (as in the store), or streamed to a GPU layer by layer.")
-    ] = "auto",
+    weights: opts.StoredWeights = "auto",
     gpu_memory: opts.GpuMemory = None,
     ram: opts.Ram = None,
     no_sync: opts.NoSync = False,
@@ -61,8 +59,8 @@ def renew(
     check_corpus(corpus)
 
     from offload_decode.cli.compiling import exit_on_bus_error
-    from offload_decode.prefill_jobs.continuing import method_of
-    from offload_decode.prefill_jobs.renew import RenewReport, load_for, plan_renewal, renew_as
+    from offload_decode.prefill_jobs.continuing import load_for, method_of
+    from offload_decode.prefill_jobs.renew import RenewReport, plan_renewal, renew_as
 
     exit_on_bus_error()
     with Progress(quiet) as progress, files.synced(not no_sync):
@@ -75,7 +73,7 @@ def renew(
             wanted = own.weights if weights == "auto" else weights
             chunk = method_of(plan.earlier).options.chunk
             RunOptions(device, own.dtype, wanted, gpu_memory, ram).admit(model or own.model_id, chunk)
-            loaded = load_for(plan, model, device, weights)
+            loaded = load_for(plan.earlier, model, device, weights)
         if not dry_run:
             report = renew_as(plan, loaded, store, progress)
     if as_json:

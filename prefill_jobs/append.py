@@ -14,9 +14,17 @@ import numpy as np
 
 from offload_decode.common.errors import CorpusError, TextRefused
 from offload_decode.common.memory import Peak, give_back
-from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import Prompt
-from offload_decode.prefill_jobs.continuing import Tokens, check_model, opened, prompt_of, replaced, settle
+from offload_decode.prefill_jobs.continuing import (
+    Tokens,
+    check_model,
+    load_for,
+    opened,
+    prompt_of,
+    replaced,
+    settle,
+)
 from offload_decode.prefill_jobs.corpus import (
     Note,
     TextDocument,
@@ -88,10 +96,9 @@ def append(
     one takes it. Documents that the store has already are skipped. Raises `CorpusError`, `ModelError`,
     `StoreError`, `ConfigError`, `DoesNotFit` and `VectorIndexError`.
     """
-    manifest = opened(store).manifest
+    earlier = opened(store)
     texts, skipped = read_corpus(corpus, rules)
-    weights = manifest.weights if weights == "auto" else weights
-    loaded = load(model or manifest.model_id, device, manifest.dtype, weights, manifest.scaled)
+    loaded = load_for(earlier, model, device, weights)
     progress("tokenize", 0, len(texts))
     return append_texts(loaded, texts, store, skipped=tuple(skipped), progress=progress)
 

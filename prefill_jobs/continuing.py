@@ -18,7 +18,7 @@ from offload_decode.common.errors import ConfigError, StoreForeign, StoreMismatc
 from offload_decode.common.memory import Peak
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.mla import tell_of_indexer
-from offload_decode.models.loading import LoadedModel
+from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.chunks import WrittenPrefix, output_to, prefill_chunks
 from offload_decode.prefill_jobs.finite import Extremes
@@ -66,6 +66,15 @@ def method_of(store: KVStore) -> Method:
     known = {option.name for option in fields(get(name).options_type)}
     options = {key: value for key, value in stated.items() if key in known}
     return create(name, options, store.manifest.shape)
+
+
+def load_for(store: KVStore, model: str | None, device: str, weights: str) -> LoadedModel:
+    """The model of a store, or the `model` that is named in its place; `weights`: `auto`, as the store was
+    made, or `streamed`. Raises as `models.loading.load`.
+    """
+    own = store.manifest
+    weights = own.weights if weights == "auto" else weights
+    return load(model or own.model_id, device, own.dtype, weights, own.scaled)
 
 
 def check_model(store: KVStore, loaded: LoadedModel) -> None:

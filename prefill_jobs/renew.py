@@ -9,12 +9,13 @@ import numpy as np
 
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.common.memory import give_back
-from offload_decode.models.loading import LoadedModel, load, load_tokenizer
+from offload_decode.models.loading import LoadedModel, load_tokenizer
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.prefill_jobs.continuing import (
     Continued,
     Start,
     Tokens,
+    load_for,
     opened,
     prompt_of,
     replaced,
@@ -93,7 +94,7 @@ def renew(
     An interrupted call is resumed by the same one. Raises as these two do, and `ModelError`.
     """
     plan = plan_renewal(store, corpus, model=model, rules=rules, drop=drop, progress=progress)
-    loaded = load_for(plan, model, device, weights) if plan.start else None
+    loaded = load_for(plan.earlier, model, device, weights) if plan.start else None
     return renew_as(plan, loaded, store, progress)
 
 
@@ -165,13 +166,6 @@ def compared(
         failed=tuple(failed),
         notes=notes_on([text for text in texts if text.name in (*added, *changed)]),
     )
-
-
-def load_for(plan: Renewal, model: str | None, device: str, weights: str) -> LoadedModel:
-    """The model of the store, or the `model` that is named in its place; raises as `models.loading.load`."""
-    own = plan.earlier.manifest
-    weights = own.weights if weights == "auto" else weights
-    return load(model or own.model_id, device, own.dtype, weights, own.scaled)
 
 
 def renew_as(

@@ -70,9 +70,7 @@ def attend_groups(
     """From `query [H, R, D]` to every `group` consecutive tokens apart, P groups of S tokens in all, without
     those that a row has `skipped [H, R, S]`: `out [P, H, R, width]`, `lse [P, H, R]`.
     """
-    heads, count, dim = query.shape
-    rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
-    rows[:, :count, :dim] = query
+    count, rows = query.shape[1], _padded(query)
     left_out = np.zeros((*rows.shape[:2], skipped.shape[2]), np.bool_)
     left_out[:, :count] = skipped
     out = np.zeros((-(-keys.length // group), *rows.shape[:2], width), np.float32)
@@ -130,9 +128,7 @@ def _attend_rows(
     query: Tensor, keys: LayerRows, values: LayerRows, width: int, scaling: float, softcap: float | None
 ) -> AttentionState:
     """From `query [H, R, D]`: `out [H, R, width]`, `lse [H, R]`."""
-    heads, count, dim = query.shape
-    rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)  # scored at once
-    rows[:, :count, :dim] = query.float().numpy()
+    count, rows = query.shape[1], _padded(query.float().numpy())
     step = _step(keys.length)
     none = np.empty((*rows.shape[:2], 0), np.bool_)
     out = np.zeros((-(-keys.length // step), *rows.shape[:2], width), np.float32)
@@ -140,6 +136,14 @@ def _attend_rows(
     logits = np.float32(scaling), np.float32(softcap or 0.0)
     _attend_layer(cells(), (rows, query.shape[2], keys, values, step, none, *logits), out, lse)
     return AttentionState(torch.from_numpy(out[0, :, :count]), torch.from_numpy(lse[0, :, :count]))
+
+
+def _padded(query: Float32) -> Float32:
+    """Rows as many, and as wide, as are scored at once; zeros behind those of `query [H, R, D]`."""
+    heads, count, dim = query.shape
+    rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
+    rows[:, :count, :dim] = query
+    return rows
 
 
 def state_bytes(length: int, heads: int, rows: int, value_dim: int) -> int:

@@ -12,8 +12,7 @@ from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, St
 from offload_decode.engine.engine import Engine
 from offload_decode.kv.indexes import staging_folder
 from offload_decode.models.loading import LoadedModel
-from offload_decode.prefill_jobs import job
-from offload_decode.prefill_jobs import renew as renew_module
+from offload_decode.prefill_jobs import continuing, job
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.continuing import replaced
 from offload_decode.prefill_jobs.corpus import TextDocument
@@ -183,7 +182,7 @@ def test_nothing_is_done_where_nothing_has_changed(tmp_path, monkeypatch):
     prefill(str(corpus), model=str(tmp_path / "model"), out=tmp_path / "s.kv", settings=how)
     before = tree(tmp_path / "s.kv")
     with monkeypatch.context() as patched:
-        patched.setattr(renew_module, "load", None)  # it is not loaded
+        patched.setattr(continuing, "load", None)  # it is not loaded
         report = renew(tmp_path / "s.kv", str(corpus))
     assert report.done is None
     assert report.summary()["kept"]
