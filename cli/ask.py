@@ -97,7 +97,7 @@ def ask(
         client.check_server_options(options)
         _ask_server(address, str(store), one)
         return
-    engine = open_engine(store, options)
+    engine = open_engine(store, options, only_grounded)
     if cluster is None:
         _ask_engine(engine, str(store), one)
     else:
@@ -351,7 +351,7 @@ def _answers_here(
     asked: AskedCollection, documents: Sequence[Entry], question: _Question, options: AskOptions
 ) -> DocumentAnswers:
     wanted = question.wanted
-    open_engine = engine_opener(options)
+    open_engine = engine_opener(options, least=wanted.least)
     for entry in documents:
         try:
             with asked.collection.held(entry) as store:

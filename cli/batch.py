@@ -205,7 +205,7 @@ class Batch:
 
 def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
     """Answer store by store; a store that fails does not stop the others."""
-    open_engine = engine_opener(job.options)
+    open_engine = engine_opener(job.options, least=job.least)
     for store, group in left.items():
         answered = 0
         try:

@@ -96,7 +96,7 @@ def chat(
         return
     if at_terminal:
         output.note(f"Opening {store} and loading its model …")
-    engine = open_engine(store, options)
+    engine = open_engine(store, options, only_grounded)
     transcript = Transcript(engine, max_new_tokens, wanted.sampler)
     _Chat(transcript, at_terminal, only_grounded).run(engine.prefix.length)
 

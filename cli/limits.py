@@ -87,13 +87,19 @@ def check_options(options: AskOptions, local: bool = True) -> None:
         apply_caps(options.caps, config.device)
 
 
-def open_engine(store: Path, options: AskOptions) -> Engine:
-    """Open a store to be asked, within the limits. Raises `DoesNotFit`, `ConfigError`, `StoreError`."""
-    return engine_opener(options, limited=False)(str(store))
+def open_engine(store: Path, options: AskOptions, least: float | None = None) -> Engine:
+    """Open a store to be asked, within the limits; `least` as for `engine_opener`. Raises `DoesNotFit`,
+    `ConfigError`, `StoreError`.
+    """
+    return engine_opener(options, limited=False, least=least)(str(store))
 
 
-def engine_opener(options: AskOptions, limited: bool = True) -> Callable[[str], Engine]:
-    """Opens engines one after another, in a process that is `limited` already or not (`planning.opening`)."""
+def engine_opener(
+    options: AskOptions, limited: bool = True, least: float | None = None
+) -> Callable[[str], Engine]:
+    """Opens engines one after another, in a process that is `limited` already or not (`planning.opening`).
+    Where answers must be grounded by `least`, a model of which that is not known is refused.
+    """
     caps = options.caps
 
     from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
@@ -101,4 +107,13 @@ def engine_opener(options: AskOptions, limited: bool = True) -> Callable[[str], 
 
     announce_compiling()
     exit_on_bus_error()
-    return Opener(options.config, caps, limited=limited, tell=output.note).open
+    opener = Opener(options.config, caps, limited=limited, tell=output.note)
+    return opener.open if least is None else lambda store: _measured(opener.open(store))
+
+
+def _measured(engine: Engine) -> Engine:
+    from offload_decode.engine.grounded import weights_of
+
+    if weights_of(engine.loaded.model.config) is None:
+        raise ConfigError(output.UNMEASURED)
+    return engine

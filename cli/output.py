@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 # Control characters except tabs and newlines, and those that reverse the direction of writing.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NOT_IN_TEXT = "not in the text"
+UNMEASURED = (
+    "how grounded an answer is was not measured for this model: ask Qwen2.5 0.5B, or leave "
+    "--only-grounded out"
+)
 _BREAKS = re.compile("[\t\n\u2028\u2029]")
 
 
@@ -55,10 +59,7 @@ def if_grounded(text: str, grounded: float | None, least: float | None) -> str:
     if least is None:
         return text
     if grounded is None:
-        raise ConfigError(
-            "how grounded an answer is was not measured for this model: ask Qwen2.5 0.5B, or leave "
-            "--only-grounded out"
-        )
+        raise ConfigError(UNMEASURED)
     return text if grounded >= least else NOT_IN_TEXT
 
 

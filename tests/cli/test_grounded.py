@@ -4,6 +4,7 @@ import pytest
 
 from offload_decode.cli.output import NOT_IN_TEXT
 from offload_decode.engine import grounded
+from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Weights
 from tests.cli.conftest import batch, json_of, lines_of, refused, run, write_lines
 from tests.server.http.conftest import running, service, url
@@ -50,9 +51,16 @@ def test_below_the_threshold_the_answer_is_not_in_the_text(measured, tmp_path):
 def test_of_a_model_that_was_not_measured_there_is_no_number(store):
     assert json_of("ask", store, *ASK)["grounded"] is None
     assert "grounded" not in run("ask", store, *ASK).err
-    told = run("ask", store, *ASK, "--only-grounded", "0.5")
-    assert told.code == 2
-    assert "was not measured for this model" in told.err
+
+
+def test_a_model_that_was_not_measured_is_refused_before_it_answers(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(Conversation, "run", lambda *_, **__: pytest.fail("a token was run"))
+    only = "--only-grounded", "0.5"
+    for command in (("ask", store, *ASK), ("chat", store, *ASK[1:])):
+        told = run(*command, *only, stdin=QUESTION + "\n")
+        assert (told.code, "was not measured for this model" in told.err) == (2, True)
+    questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
+    assert "was not measured for this model" in batch(questions, out, store, *only).err
 
 
 def test_a_server_tells_it(url, service):
