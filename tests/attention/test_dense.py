@@ -207,16 +207,25 @@ def compare(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
     torch.testing.assert_close(found.lse, wanted.lse, rtol=0, atol=TOLERANCE)
 
 
+@pytest.fixture(params=[False, True], ids=["products", "fused kernel"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without AMX, and with it."""
+    monkeypatch.setattr(dense, "has_amx", lambda: request.param)
+
+
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("keys", [1, 511, 512, 1300])
 @pytest.mark.parametrize("sharp", [1.0, 8.0])
 def test_it_is_attention(keys: int, sharp: float) -> None:
     compare(*drawn(70, keys, sharp), 0.125)
 
 
+@pytest.mark.usefixtures("either")
 def test_any_scale_and_widths() -> None:
     compare(*drawn(64, 700, 2.0, dim=80, value_dim=48), 80**-0.5)
 
 
+@pytest.mark.usefixtures("either")
 def test_scores_that_grow_from_block_to_block() -> None:
     query, key, value = drawn(64, 2048, 1.0)
     key = (key.float() + query[:, ::2, :1].float() * torch.linspace(0, 4, 2048)[:, None]).bfloat16()
@@ -224,11 +233,26 @@ def test_scores_that_grow_from_block_to_block() -> None:
     compare(query, key.flip(2), value.flip(2), 0.125)
 
 
+@pytest.mark.usefixtures("either")
 def test_what_all_keys_share_rounds_nothing_away() -> None:
     """Scores near 1,000 are four apart in bfloat16; what tells keys from each other is kept."""
     query, key, value = drawn(64, 600, 1.0)
     query[..., 0], key[..., 0] = 64, 128
     compare(query, key, value, 0.125)
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("keys", [70, 90])
+def test_a_text_that_sees_itself(keys: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "has_bf16_products", lambda: True)
+    query, key, value = drawn(70, keys, 2.0, value_dim=48)
+    found = attend_dense(query, key, value, 0.125, causal=CausalMask(window))
+    mask = by_definition(CausalMask(window), 70, keys)
+    wanted = attend(query.float(), key.float(), value.float(), 0.125, mask)
+    assert found.out.dtype == found.lse.dtype == torch.float32
+    torch.testing.assert_close(found.out, wanted.out, rtol=0, atol=TOLERANCE * float(value.abs().max()))
+    torch.testing.assert_close(found.lse, wanted.lse, rtol=0, atol=TOLERANCE)
 
 
 def test_dense_attention_takes_it_where_the_processor_has_such_products(
