@@ -1,19 +1,41 @@
-"""A document of a corpus to its text: which format it is, and who reads it."""
+"""A document of a corpus to its text: which format it is, by content and else by name, and who reads it."""
 
 from pathlib import PurePath
 
 from offload_decode.common.errors import CorpusError
 from offload_decode.common.files import without_surrogates
-from offload_decode.prefill_jobs.documents import encodings, html, mail, markup, notebooks, pdf, zipped
-from offload_decode.prefill_jobs.documents.base import Reading
+from offload_decode.prefill_jobs.documents import (
+    encodings,
+    epub,
+    html,
+    mail,
+    markup,
+    notebooks,
+    opendocument,
+    pdf,
+    slides,
+    word,
+    workbooks,
+)
+from offload_decode.prefill_jobs.documents.archives import Archive
+from offload_decode.prefill_jobs.documents.base import Reading, damaged
+from offload_decode.prefill_jobs.documents.office import named
 
 _PDF = b"%PDF-"
+_ZIP = b"PK\x03\x04"
 _COMPOUND = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _MAIL = frozenset({".eml", ".mht", ".mhtml"})
 _SOURCES = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), html.read),
     **dict.fromkeys(markup.SUFFIXES, markup.read),
     ".ipynb": notebooks.read,
+}
+_ZIPPED = {
+    ".docx": "a Word document",
+    ".epub": "an EPUB book",
+    ".pptx": "a PowerPoint presentation",
+    ".xlsx": "an Excel workbook",
+    **dict.fromkeys((".odp", ".ods", ".odt"), "an OpenDocument file"),
 }
 
 
@@ -26,8 +48,8 @@ def read_document(name: str, data: bytes) -> Reading:
     begin = data[:1024]  # readers of PDF take what comes before its mark
     if begin.lstrip().startswith(_PDF) or (suffix == ".pdf" and _PDF in begin):
         read = pdf.read(data)
-    elif data.startswith(zipped.SIGNATURE):
-        read = zipped.read(suffix, data)
+    elif data.startswith(_ZIP):
+        read = _of_archive(suffix, data)
     elif data.startswith(_COMPOUND):
         raise CorpusError(f"it is {_compound_kind(data)}")
     elif suffix in _MAIL:
@@ -41,6 +63,26 @@ def read_document(name: str, data: bytes) -> Reading:
     if not text.strip():
         raise CorpusError(f"it holds no text{''.join(f' ({note})' for note in read.notes)}")
     return Reading(text, read.notes)
+
+
+def _of_archive(suffix: str, data: bytes) -> Reading:
+    """The text of a document in a ZIP archive, by the reader of what lies in it."""
+    kind = _ZIPPED.get(suffix, "a ZIP archive")
+    with damaged(kind):
+        archive = Archive(data)
+        main = next((link.part for link in archive.links("").values() if link.kind == "officeDocument"), "")
+        match named(archive.xml(main)) if main else "":
+            case "w:document":
+                return word.read(archive, main)
+            case ":presentation":
+                return slides.read(archive, main)
+            case ":workbook":
+                return workbooks.read(archive, main, data)
+        if "META-INF/container.xml" in archive.names:
+            return epub.read(archive)
+        if "content.xml" in archive.names and "META-INF/manifest.xml" in archive.names:
+            return opendocument.read(archive)
+    raise CorpusError(f"it is {kind}" + (" without a document" if suffix in _ZIPPED else ""))
 
 
 def _compound_kind(data: bytes) -> str:
