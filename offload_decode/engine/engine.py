@@ -62,14 +62,8 @@ class Engine(Conversation):
             loaded = load(named, config.device, opened.manifest.dtype, weights, opened.manifest.scaled)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
-        opened.check_model(
-            config_hash=loaded.config_hash,
-            weights_hash=loaded.weights_hash,
-            tokenizer_hash=loaded.tokenizer_hash if loaded.tokenizer is not None else None,
-            dtype=loaded.dtype,
-            shape=loaded.shape,
-            model_id=loaded.model_id,
-        )
+        without = {"tokenizer_hash": None} if loaded.tokenizer is None else {}
+        opened.check_model(**loaded.identity | without)
         check_placement(config.attend, config.device_cache, loaded.device)
         tell_of_indexer(loaded.model.config, opened.manifest.n_tokens)
         loaded.trained.tell(opened.manifest.n_tokens)

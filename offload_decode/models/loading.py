@@ -126,6 +126,18 @@ class LoadedModel:
         }
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """What tells whether a store is of this model: see `KVStore.check_model`."""
+        return {
+            "config_hash": self.config_hash,
+            "weights_hash": self.weights_hash,
+            "tokenizer_hash": self.tokenizer_hash,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "model_id": self.model_id,
+        }
+
+    @property
     def known_tokenizer(self) -> Any:
         """The tokenizer; raises `ModelError` if the model came without one."""
         if self.tokenizer is None:

@@ -120,12 +120,7 @@ def _read(store: Entry, read: Callable[[KVStore], R], otherwise: R) -> R:
 
 def _head(loaded: LoadedModel, store: KVStore) -> str:
     """The first letters of the stored text. Raises `StoreMismatch` where it is of another model."""
-    store.check_model(
-        config_hash=loaded.config_hash,
-        weights_hash=loaded.weights_hash,
-        tokenizer_hash=loaded.tokenizer_hash,
-        dtype=loaded.dtype,
-    )
+    store.check_model(**loaded.identity)
     text = _first(loaded, store, min(store.documents[0].end, len(_ahead(loaded, store)) + _HEAD_TOKENS))
     # A character may be cut in two where the tokens end.
     return text[:_HEAD].rstrip("\ufffd").strip()
