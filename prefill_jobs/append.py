@@ -29,7 +29,7 @@ from offload_decode.prefill_jobs.corpus import (
     Note,
     TextDocument,
     check_some,
-    encode_further,
+    encode_corpus,
     headed,
     notes_on,
     read_corpus,
@@ -118,7 +118,7 @@ def append_texts(
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
         fresh = [text for text in texts if not _is_known(earlier, loaded.tokenizer, prompt, text)]
-        tokens, documents, failed = encode_further(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
+        tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
     give_back()
     check_some(failed, texts)
     known = tuple(text.name for text in texts if text not in fresh)

@@ -1,4 +1,4 @@
-"""A store in the place of an earlier one: what both begin with stays, and the rest is prefilled.
+"""A store is written, from its first token or behind those that it begins with as an earlier one does.
 
 The result equals one prefill of all tokens in the same chunks. So the earlier store is kept up to a chunk
 boundary before the first token that differs, at which all that the next chunk needs is kept (`store.marks`).
@@ -79,14 +79,7 @@ def load_for(store: KVStore, model: str | None, device: str, weights: str) -> Lo
 
 def check_model(store: KVStore, loaded: LoadedModel) -> None:
     """Raise `StoreMismatch` for another model than that of the store."""
-    store.check_model(
-        config_hash=loaded.config_hash,
-        weights_hash=loaded.weights_hash,
-        tokenizer_hash=loaded.tokenizer_hash,
-        dtype=loaded.dtype,
-        shape=loaded.shape,
-        model_id=loaded.model_id,
-    )
+    store.check_model(**loaded.identity)
     if loaded.weights != store.manifest.weights:
         raise StoreMismatch(
             f"{store.path} was prefilled with {store.manifest.weights} weights, and this model has "
@@ -117,10 +110,11 @@ def prompt_of(store: KVStore, prompt: Prompt) -> Prompt:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a prefill of other tokens begins: behind the first `kept`. `again`: tokens before, of chunks that
-    run once more because a shorter store keeps other queries of them.
+    """Where a prefill of other tokens begins: behind the first `kept` of the `earlier` store. `again`: tokens
+    before, of chunks that run once more because a shorter store keeps other queries of them.
     """
 
+    earlier: KVStore
     manifest: Manifest
     kept: int
     again: int
@@ -154,32 +148,17 @@ def start_of(earlier: KVStore, tokens: Tokens) -> Start:
         new = replace(new, marks=marks_for(new), base=None)
     elif new.base:
         new = replace(new, base={**new.base, "tokens": min(kept, new.base["tokens"])})
-    return Start(new, kept, int(again[best]) * chunk)
+    return Start(earlier, new, kept, int(again[best]) * chunk)
 
 
-def growth_from(
-    loaded: LoadedModel,
-    earlier: KVStore,
-    start: Start,
-    command: str,
-    progress: Progress,
-    stays: bool = False,
-) -> Growth:
-    """What a store that begins as the `earlier` one is written with, which `stays` or not."""
-    queries = partial(_run_again, loaded, earlier, progress)
-    return Growth(earlier, start.kept, progress, command, queries, stays)
-
-
-def growth_of(
-    loaded: LoadedModel, earlier: KVStore, manifest: Manifest, tokens: Tokens, progress: Progress
-) -> Growth | None:
-    """`growth_from` for a store of `tokens` with this `manifest` beside the `earlier` one; None where that
-    was made in another way, or has nothing that could stay.
+def start_beside(earlier: KVStore, manifest: Manifest, tokens: Tokens) -> Start | None:
+    """The start of a store of `tokens` with this `manifest` beside the `earlier` one; None where that was
+    made in another way, or has nothing that could stay.
     """
     start = start_of(earlier, tokens)
     other = dict.fromkeys(("opening", "trained"))  # the one is in the tokens, the other makes no difference
     same = vars(start.manifest) | other == vars(manifest) | other
-    return growth_from(loaded, earlier, start, "collect", progress) if same and start.kept else None
+    return start if same and start.kept else None
 
 
 class _Earlier:
@@ -230,12 +209,13 @@ def _run_again(
 
 
 @dataclass(frozen=True)
-class Continued:
+class WriteReport:
     """What was done: of `n_tokens` the first `kept_tokens` stay as they were; `again` are those that ran once
     more for their queries; `resumed_from`: tokens at which an interrupted run had stopped, or these. Sizes in
-    bytes, times in seconds. `shared` and `copied`: bytes of the earlier store that this run put into the new
-    one. `grown`: the earlier store is the beginning of the new one, so that its indexes are extended and not
-    built anew. `left`: for each kind of index of which neither was done, a sentence with the reason.
+    bytes, times in seconds, speed over the tokens of this run alone. `shared` and `copied`: bytes of the
+    earlier store that this run put into the new one. `grown`: the earlier store is the beginning of the new
+    one, so that its indexes are extended and not built anew. `left`: for each kind of index of which neither
+    was done, a sentence with the reason.
     """
 
     n_tokens: int
@@ -253,6 +233,63 @@ class Continued:
     left: tuple[str, ...]
 
 
+def write_store(
+    loaded: LoadedModel,
+    manifest: Manifest,
+    tokens: Tokens,
+    documents: Sequence[Document],
+    method: Method,
+    store: Path,
+    progress: Progress,
+    start: Start | None = None,
+    command: str = "prefill",
+    stays: bool = False,
+) -> WriteReport:
+    """Prefill `tokens` and publish the `store`: behind a `start`, where there is one, and with the indexes of
+    that store, where it `stays` or gives its place to the new one. An interrupted run is resumed by the same
+    call, which users know as `command`.
+
+    Raises `StoreError` and `VectorIndexError`.
+    """
+    began = time.perf_counter()
+    growth, grown = None, False
+    indexes, left = list[BuildReport](), list[str]()
+    if start:
+        queries = partial(_run_again, loaded, start.earlier, progress)
+        growth = Growth(start.earlier, start.kept, progress, command, queries, stays)
+    with Peak() as peak, KVStoreWriter.open(store, manifest, tokens, documents, growth) as writer:
+        resumed_from = writer.done
+        prefill_chunks(loaded, writer, tokens, method, progress)
+        replaces = growth is not None and growth.replaces(store)
+        if start and (stays or replaces):
+            earlier, new = start.earlier, KVStore.open(writer.seal())
+            grown = np.array_equal(earlier.tokens, new.tokens[: len(earlier.tokens)])
+            where = earlier.path if replaces else writer.path
+            indexes, left = extend_indexes(earlier, new, where, grown, progress)
+        if replaces:
+            progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
+        writer.publish()
+    after = KVStore.open(store)
+    if start:
+        publish_indexes(after)
+    seconds = time.perf_counter() - began
+    return WriteReport(
+        n_tokens=len(tokens),
+        kept_tokens=start.kept if start else 0,
+        again=start.again if start else 0,
+        resumed_from=resumed_from,
+        seconds=seconds,
+        tokens_per_second=(len(tokens) - resumed_from) / seconds,
+        bytes=sum(after.cost().values()),
+        shared=growth.shared if growth else 0,
+        copied=growth.copied if growth else 0,
+        peak_memory=peak.bytes,
+        grown=grown,
+        indexes=tuple(indexes),
+        left=tuple(left),
+    )
+
+
 def replaced(
     loaded: LoadedModel,
     earlier: KVStore,
@@ -261,43 +298,17 @@ def replaced(
     store: Path,
     command: str,
     progress: Progress,
-) -> Continued:
+) -> WriteReport:
     """Put a store of `tokens` in the place of the `earlier` one at `store`. `command` goes on where it was
     interrupted; until the new store is whole the earlier one stays.
 
     Raises `ConfigError`, `StoreError` and `VectorIndexError`.
     """
-    began = time.perf_counter()
     check_model(earlier, loaded)
     method, start = method_of(earlier), start_of(earlier, tokens)
     check_length(earlier, loaded, len(tokens))
-    growth = growth_from(loaded, earlier, start, command, progress)
-    with Peak() as peak:
-        with KVStoreWriter.open(store, start.manifest, tokens, documents, growth) as writer:
-            resumed_from = writer.done
-            prefill_chunks(loaded, writer, tokens, method, progress)
-            new = KVStore.open(writer.seal())
-            grown = np.array_equal(earlier.tokens, new.tokens[: len(earlier.tokens)])
-            indexes, left = extend_indexes(earlier, new, earlier.path, grown, progress)
-            progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
-            writer.publish()
-        after = KVStore.open(store)
-        publish_indexes(after)
-    seconds = time.perf_counter() - began
-    return Continued(
-        n_tokens=len(tokens),
-        kept_tokens=start.kept,
-        again=start.again,
-        resumed_from=resumed_from,
-        seconds=seconds,
-        tokens_per_second=(len(tokens) - resumed_from) / seconds,
-        bytes=sum(after.cost().values()),
-        shared=growth.shared,
-        copied=growth.copied,
-        peak_memory=peak.bytes,
-        grown=grown,
-        indexes=tuple(indexes),
-        left=tuple(left),
+    return write_store(
+        loaded, start.manifest, tokens, documents, method, store, progress, start, command=command
     )
 
 

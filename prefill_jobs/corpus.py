@@ -90,22 +90,29 @@ def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocume
     return documents, skipped
 
 
-def encode_corpus(tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument]) -> Encoded:
-    """The tokens of the prompt before any question.
+def encode_corpus(
+    tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], behind: int = 0
+) -> Encoded:
+    """The tokens of the prompt before any question; or those of further documents, `behind` so many tokens.
 
-    The spans tile the tokens: the opening of the prompt belongs to the first. Several documents are each
-    headed by their name. Special tokens that a text spells out (`</s>`) are encoded as letters. Raises
-    `CorpusError` where the tokenizer fails on all documents.
+    The spans tile the tokens: the opening of the prompt belongs to the first. Documents that are not alone
+    are headed by their name. Special tokens that a text spells out (`</s>`) are encoded as letters.
     """
-    texts = [*map(headed, documents)] if len(documents) > 1 else [one.text for one in documents]
-    encoded = _encoded(tokenizer, prompt, documents, texts, None)
-    check_some(encoded.failed, documents)
-    return encoded
-
-
-def encode_further(tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], begin: int) -> Encoded:
-    """As `encode_corpus`, for documents behind `begin` tokens of others; each is headed by its name."""
-    return _encoded(tokenizer, prompt, documents, [*map(headed, documents)], begin)
+    alone = not behind and len(documents) == 1
+    tokens: list[int] = []
+    spans: list[Document] = []
+    failed: list[Skipped] = []
+    for document in documents:
+        text = document.text if alone else headed(document)
+        try:
+            ids = prompt.document(tokenizer, text, first=not behind and not spans)
+        except TextRefused as error:
+            failed.append(Skipped(document.name, str(error)))
+            continue
+        start = behind + len(tokens)
+        spans.append(Document(document.name, start, start + len(ids)))
+        tokens += ids
+    return Encoded(np.array(tokens, np.int32), spans, failed)
 
 
 def check_some(failed: Sequence[Skipped], documents: Sequence[TextDocument]) -> None:
@@ -117,25 +124,6 @@ def check_some(failed: Sequence[Skipped], documents: Sequence[TextDocument]) -> 
 
 def headed(document: TextDocument) -> str:
     return f"Document: {document.name}\n{document.text}"
-
-
-def _encoded(
-    tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], texts: Sequence[str], begin: int | None
-) -> Encoded:
-    """`begin`: the tokens before the documents; None where the first one opens the prompt."""
-    tokens: list[int] = []
-    spans: list[Document] = []
-    failed: list[Skipped] = []
-    for document, text in zip(documents, texts, strict=True):
-        try:
-            ids = prompt.document(tokenizer, text, first=begin is None and not spans)
-        except TextRefused as error:
-            failed.append(Skipped(document.name, str(error)))
-            continue
-        start = (begin or 0) + len(tokens)
-        spans.append(Document(document.name, start, start + len(ids)))
-        tokens += ids
-    return Encoded(np.array(tokens, np.int32), spans, failed)
 
 
 def _read_alone(name: str, shown: str, read: Callable[[], bytes]) -> TextDocument:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -22,31 +21,29 @@ from offload_decode.models.prompt import Prompt, with_system
 from offload_decode.models.size_estimate import estimate_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
-from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.continuing import (
     Start,
     Tokens,
     check_length,
     check_model,
-    growth_from,
-    growth_of,
     method_of,
     opened,
     prompt_of,
+    start_beside,
     start_of,
+    write_store,
 )
 from offload_decode.prefill_jobs.corpus import (
     Note,
     TextDocument,
     check_some,
     encode_corpus,
-    encode_further,
     notes_on,
     read_corpus,
 )
 from offload_decode.prefill_jobs.destinations import Found, Place, destination_of, same_store
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
-from offload_decode.prefill_jobs.indexing import BuildReport, extend_indexes, publish_indexes
+from offload_decode.prefill_jobs.indexing import BuildReport, publish_indexes
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, parse
 from offload_decode.store.files import Progress
@@ -55,7 +52,6 @@ from offload_decode.store.layout import read_header
 from offload_decode.store.marks import marks_for
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, partial_path
-from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
 
 AUTO = "auto"
@@ -170,19 +166,18 @@ class PrefillReport:
 @dataclass(frozen=True)
 class Work:
     """A corpus in tokens, the manifest of its store, and how it is prefilled. `chosen`: the chunk was chosen
-    to fit. `base`: the store that it begins as, with its tokens and documents, up to its `start`.
+    to fit. `start`: where it begins as another store, with that one's tokens and documents.
     """
 
     tokens: Tokens
     documents: list[Document]
     manifest: Manifest
     method: Method
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[Skipped, ...] = ()
     failed: tuple[Skipped, ...] = ()
     notes: tuple[Note, ...] = ()
     peak_memory: int = 0
     chosen: bool = False
-    base: KVStore | None = None
     start: Start | None = None
 
     def in_chunks_of(self, prefill: object) -> Work:
@@ -250,7 +245,7 @@ def prefill_tokens(
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """`prefill` with a corpus that is tokens already."""
-    return _write(loaded, _planned(loaded, tokens, documents, settings), out, progress)
+    return _write(loaded, _planned(loaded, settings, None, tokens, documents), out, progress)
 
 
 def prepare(
@@ -266,39 +261,27 @@ def prepare(
     `ConfigError` for settings that the model cannot be prefilled with, and `CorpusError` where the tokenizer
     fails on all documents. Where the store begins as another, `StoreError` too.
     """
-    base = settings.base and opened(settings.base)
-    prompt = loaded.prompt
-    if base:
+    if settings.base:
+        base = opened(settings.base)
         check_model(base, loaded)
-        prompt = prompt_of(base, prompt)
-    if settings.system is not None:
-        prompt = with_system(loaded.tokenizer, prompt, settings.system)
-    if not base:
+        prompt, behind = prompt_of(base, loaded.prompt), base.manifest.n_tokens
+        planned = partial(_on, base, loaded, place.path)
+    else:
+        prompt, behind = loaded.prompt, 0
+        if settings.system is not None:
+            prompt = with_system(loaded.tokenizer, prompt, settings.system)
         prompt = prompt.opened((place.header() or {"opening": opening}).get("opening"))
+        planned = partial(_planned, loaded, settings, prompt)
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
-        if base:
-            encoded = encode_further(loaded.tokenizer, prompt, texts, base.manifest.n_tokens)
-            check_some(encoded.failed, texts)
-        else:
-            encoded = encode_corpus(loaded.tokenizer, prompt, texts)
+        tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, texts, behind)
     give_back()
-    tokens, documents, failed = encoded
-    if base:
-        work = _on(base, loaded, tokens, documents, place.path, skipped)
-    else:
-        work = _planned(loaded, tokens, documents, settings, prompt, skipped)
+    check_some(failed, texts)
+    work = replace(planned(tokens, documents), skipped=skipped)
     return replace(work, failed=tuple(failed), notes=notes_on(texts), peak_memory=peak.bytes)
 
 
-def _on(
-    base: KVStore,
-    loaded: LoadedModel,
-    tokens: Tokens,
-    documents: list[Document],
-    path: Path,
-    skipped: tuple[Skipped, ...],
-) -> Work:
+def _on(base: KVStore, loaded: LoadedModel, path: Path, tokens: Tokens, documents: list[Document]) -> Work:
     """The work of a store at `path` that begins as `base`."""
     whole = np.concatenate([base.tokens, np.asarray(tokens, np.int32)])
     check_length(base, loaded, len(whole))
@@ -306,7 +289,7 @@ def _on(
     where = os.path.relpath(os.path.realpath(base.path), os.path.realpath(path.parent))
     named = {"store": where, "digest": base.store_digest, "tokens": start.kept}
     manifest, listed = replace(start.manifest, base=named), [*base.documents, *documents]
-    return Work(whole, listed, manifest, method_of(base), skipped, base=base, start=start)
+    return Work(whole, listed, manifest, method_of(base), start=start)
 
 
 def admit_text(characters: int) -> None:
@@ -358,18 +341,17 @@ def settled(work: Work, place: Place) -> PrefillReport | None:
         place.check()
         return None
     kept = replace(_kept(found, work, place.name), kept=True)
-    if work.base and place.path.exists():  # a kill may have left its indexes unpublished
+    if work.start and place.path.exists():  # a kill may have left its indexes unpublished
         publish_indexes(KVStore.open(place.path))
     return kept
 
 
 def _planned(
     loaded: LoadedModel,
+    settings: Settings,
+    prompt: Prompt | None,
     tokens: Tokens,
     documents: list[Document],
-    settings: Settings,
-    prompt: Prompt | None = None,
-    skipped: tuple[Skipped, ...] = (),
 ) -> Work:
     chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
     method = create(settings.method, {**settings.stated, "chunk": chunk}, loaded.shape)
@@ -391,7 +373,7 @@ def _planned(
         opening=None if prompt is None else prompt.before,
     )
     manifest = replace(manifest, marks=marks_for(manifest))
-    return Work(tokens, documents, manifest, method, skipped, chosen=settings.chunk is None)
+    return Work(tokens, documents, manifest, method, chosen=settings.chunk is None)
 
 
 def chunk_for(loaded: LoadedModel, tokens: int, kv: str) -> int:
@@ -409,41 +391,28 @@ def _write(
 ) -> PrefillReport:
     begun = read_header(partial_path(out) / STORE) or (earlier.manifest.to_json() if earlier else {})
     work = work.in_chunks_of(begun.get("prefill"))
-    total = len(work.tokens)
-    began = time.perf_counter()
-    given = work.manifest, work.tokens, work.documents
-    growth, indexes, left = None, list[BuildReport](), list[str]()
-    if work.base and work.start:
-        growth = growth_from(loaded, work.base, work.start, "prefill", progress, stays=True)
-    elif earlier:
-        growth = growth_of(loaded, earlier, *given[:2], progress)
-    with Peak() as peak, KVStoreWriter.open(out, *given, growth) as writer:
-        done = writer.done
-        prefill_chunks(loaded, writer, work.tokens, work.method, progress)
-        if work.base:
-            new = KVStore.open(writer.seal())
-            indexes, left = extend_indexes(work.base, new, writer.path, True, progress)
-        writer.publish()
-    if work.base:
-        publish_indexes(KVStore.open(out))
-    seconds = time.perf_counter() - began
-    size, memory = sum(KVStore.open(out).cost().values()), max(peak.bytes, work.peak_memory)
+    start, command = work.start, "prefill"
+    if earlier:
+        start, command = start_beside(earlier, work.manifest, work.tokens), "collect"
+    given = loaded, work.manifest, work.tokens, work.documents, work.method, out, progress
+    done = write_store(*given, start, command, stays=work.start is not None)
+    kept = work.start.kept if work.start else 0
     return PrefillReport(
         store=out,
-        n_tokens=total,
+        n_tokens=done.n_tokens,
         documents=len(work.documents),
         skipped=work.skipped,
         notes=work.notes,
-        resumed_from=0 if work.start and done == work.start.kept else done,
-        seconds=seconds,
-        tokens_per_second=(total - done) / seconds,
-        bytes=size,
-        peak_memory=memory,
+        resumed_from=0 if done.resumed_from == kept else done.resumed_from,
+        seconds=done.seconds,
+        tokens_per_second=done.tokens_per_second,
+        bytes=done.bytes,
+        peak_memory=max(done.peak_memory, work.peak_memory),
         failed=work.failed,
-        shared=growth.shared if growth else 0,
-        copied=growth.copied if growth else 0,
-        indexes=tuple(indexes),
-        left=tuple(left),
+        shared=done.shared,
+        copied=done.copied,
+        indexes=done.indexes,
+        left=done.left,
         loading=loaded.loading,
     )
 

@@ -12,9 +12,9 @@ from offload_decode.common.memory import give_back
 from offload_decode.models.loading import LoadedModel, load_tokenizer
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.prefill_jobs.continuing import (
-    Continued,
     Start,
     Tokens,
+    WriteReport,
     load_for,
     opened,
     prompt_of,
@@ -22,7 +22,14 @@ from offload_decode.prefill_jobs.continuing import (
     settle,
     start_of,
 )
-from offload_decode.prefill_jobs.corpus import Note, TextDocument, encode_corpus, notes_on, read_corpus
+from offload_decode.prefill_jobs.corpus import (
+    Note,
+    TextDocument,
+    check_some,
+    encode_corpus,
+    notes_on,
+    read_corpus,
+)
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.job import admit_text, memory_errors
 from offload_decode.store.files import Progress
@@ -65,7 +72,7 @@ class RenewReport:
 
     store: Path
     plan: Renewal
-    done: Continued | None
+    done: WriteReport | None
 
     def summary(self) -> dict[str, Any]:
         """Numbers and names, for JSON; sizes in bytes, times in seconds."""
@@ -131,6 +138,7 @@ def compared(
     admit_text(sum(len(document.text) for document in texts))
     tokens, documents, failed = encode_corpus(tokenizer, prompt_of(earlier, prompt), texts)
     give_back()
+    check_some(failed, texts)
     before, now = (
         {one.name: source[one.start : one.end] for one in listed}
         for source, listed in ((earlier.tokens, earlier.documents), (tokens, documents))
