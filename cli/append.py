@@ -9,7 +9,7 @@ from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
 from offload_decode.cli.options import Folders, argument, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import RunOptions, document_notes, exit_on_failures, skipped_files
+from offload_decode.cli.prefill import RunOptions, exit_on_failures, of_reading
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -47,16 +47,11 @@ def append(
 
     from offload_decode.cli.compiling import exit_on_bus_error
     from offload_decode.prefill_jobs.append import append as run
-    from offload_decode.prefill_jobs.continuing import method_of, opened
+    from offload_decode.prefill_jobs.continuing import opened
 
     exit_on_bus_error()
-    earlier = opened(store)
-    manifest = earlier.manifest
-    chunk = method_of(earlier).options.chunk
-    named = manifest.model_id if model is None else model
-    wanted = manifest.weights if weights == "auto" else weights
-    RunOptions(device, manifest.dtype, wanted, gpu_memory, ram).admit(named, chunk)
-    del earlier
+    run_with = RunOptions(device, weights=weights, gpu_memory=gpu_memory, ram=ram)
+    run_with.admit_further(opened(store), model)
     with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(
             store, corpus, model=model, device=device, weights=weights, rules=rules, progress=progress
@@ -69,8 +64,7 @@ def append(
 
 
 def _report_lines(report: AppendReport) -> list[str]:
-    lines = [skipped_files(report.skipped)] if report.skipped else []
-    lines += document_notes(report.notes)
+    lines = of_reading(report.skipped, report.notes)
     if report.known:
         lines.append(f"in the store already: {output.some(report.known)}")
     if report.kept:

@@ -17,9 +17,8 @@ from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import (
     RunOptions,
     StoreOptions,
-    document_notes,
     exit_on_failures,
-    skipped_files,
+    of_reading,
 )
 from offload_decode.common import files
 
@@ -76,9 +75,7 @@ def collect(
         report = run(folder, out, maker, rules=rules, metadata=described, drop=drop, progress=progress)
     if as_json:
         output.answer_json({"collection": out} | asdict(report))
-    if report.skipped:
-        output.note(skipped_files(tuple(report.skipped)), quiet)
-    for line in document_notes(report.notes):
+    for line in of_reading(report.skipped, report.notes):
         output.note(line, quiet)
     if report.unknown:
         output.note(

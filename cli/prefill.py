@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Skipped
     from offload_decode.prefill_jobs.job import PrefillReport, Settings
     from offload_decode.prefill_jobs.many import Results
+    from offload_decode.store.reader import KVStore
 
 _SHOWN = 5
 
@@ -112,6 +113,17 @@ class RunOptions:
         for told in check_prefill(*given):
             output.note(told)
         apply_caps(caps, self.device)
+
+    def admit_further(self, store: KVStore, model: str | None) -> None:
+        """`admit` for further tokens of a store, in the dtype and chunks that it was made with, by its own
+        model or the `model` named in its place.
+        """
+        from offload_decode.prefill_jobs.continuing import method_of
+
+        own = store.manifest
+        weights = own.weights if self.weights == "auto" else self.weights
+        run_with = replace(self, dtype=own.dtype, weights=weights)
+        run_with.admit(model or own.model_id, method_of(store).options.chunk)
 
 
 @with_groups
@@ -259,8 +271,7 @@ def _made(report: PrefillReport) -> str:
     if report.resumed_from and not report.kept:
         contents += f", resumed after {report.resumed_from:,}"
     contents += f", {output.count(report.documents, 'document')}, {output.size(report.bytes)}"
-    lines = [skipped_files(report.skipped)] if report.skipped else []
-    lines += document_notes(report.notes)
+    lines = of_reading(report.skipped, report.notes)
     if report.kept:
         contents = f"kept, it is there already: {contents}"
     elif report.seconds:  # else all that was left was to push it
@@ -287,14 +298,15 @@ def _next(report: PrefillReport) -> str:
     return f'ask it something: offload-decode ask {report.store} "…"'
 
 
-def document_notes(notes: Sequence[Note]) -> list[str]:
-    """The first few notes, a line each."""
+def of_reading(skipped: Sequence[Skipped], notes: Sequence[Note]) -> list[str]:
+    """Lines on a corpus that was read: the first few skipped files, and the first few notes on documents."""
     from offload_decode.prefill_jobs.corpus import first_notes
 
-    return list(map(output.one_line, first_notes(notes, _SHOWN, " (--json lists them)")))
+    shown = map(output.one_line, first_notes(notes, _SHOWN, " (--json lists them)"))
+    return [*([_skipped_files(skipped)] if skipped else []), *shown]
 
 
-def skipped_files(skipped: tuple[Skipped, ...]) -> str:
+def _skipped_files(skipped: Sequence[Skipped]) -> str:
     """The first few skipped files; those that the user excluded come last."""
     from offload_decode.prefill_jobs.folders import LEFT_OUT, LINK
 

@@ -11,7 +11,7 @@ from offload_decode.cli import options as opts
 from offload_decode.cli.append import earlier_parts
 from offload_decode.cli.options import Folders, argument, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill import RunOptions, document_notes, exit_on_failures, skipped_files
+from offload_decode.cli.prefill import RunOptions, exit_on_failures, of_reading
 from offload_decode.common import files
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def renew(
     check_corpus(corpus)
 
     from offload_decode.cli.compiling import exit_on_bus_error
-    from offload_decode.prefill_jobs.continuing import load_for, method_of
+    from offload_decode.prefill_jobs.continuing import load_for
     from offload_decode.prefill_jobs.renew import RenewReport, plan_renewal, renew_as
 
     exit_on_bus_error()
@@ -69,10 +69,8 @@ def renew(
         for line in _plan_lines(plan, store):
             output.note(line, quiet)
         if plan.start and not dry_run:
-            own = plan.earlier.manifest
-            wanted = own.weights if weights == "auto" else weights
-            chunk = method_of(plan.earlier).options.chunk
-            RunOptions(device, own.dtype, wanted, gpu_memory, ram).admit(model or own.model_id, chunk)
+            run_with = RunOptions(device, weights=weights, gpu_memory=gpu_memory, ram=ram)
+            run_with.admit_further(plan.earlier, model)
             loaded = load_for(plan.earlier, model, device, weights)
         if not dry_run:
             report = renew_as(plan, loaded, store, progress)
@@ -84,8 +82,7 @@ def renew(
 
 
 def _plan_lines(plan: Renewal, store: object) -> list[str]:
-    lines = [skipped_files(plan.skipped)] if plan.skipped else []
-    lines += document_notes(plan.notes)
+    lines = of_reading(plan.skipped, plan.notes)
     named = (("added", plan.added), ("changed", plan.changed), ("gone", plan.gone))
     lines += [f"{what}: {output.some(names)}" for what, names in named if names]
     total = len(plan.tokens)
