@@ -7,10 +7,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 
-from offload_decode.engine.citations import text_ids
+from offload_decode.engine.citations import template_length, text_ids
 from offload_decode.engine.text import decode
 from offload_decode.indexes.verified import cache_folder
 from offload_decode.models.loading import LoadedModel
@@ -55,9 +54,7 @@ def _texts(stores: Sequence[KVStore], loaded: LoadedModel) -> Iterator[TextDocum
     tokenizer = loaded.known_tokenizer
     for store in stores:
         begun = loaded.prompt.opened(store.manifest.opening).document(tokenizer, "", first=True)
-        first = sum(
-            1 for _ in takewhile(lambda both: both[0] == both[1], zip(begun, store.tokens, strict=False))
-        )
+        first = template_length(store, begun)
         for document in store.documents:
             tokens = text_ids(store, tokenizer, max(first, document.start), document.end)
             yield TextDocument(document.name, decode(tokenizer, tokens))

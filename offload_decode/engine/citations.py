@@ -198,7 +198,7 @@ def template_length(store: KVStore, begun: Sequence[int]) -> int:
     """How many first tokens of a store are the prompt's own, which begins as `begun`: a chat template."""
     there = store.tokens[: len(begun)]
     same = there == np.array(begun[: len(there)])
-    return max(OPENING, len(same) if same.all() else int(same.argmin()))
+    return len(same) if same.all() else int(same.argmin())
 
 
 def _passages(

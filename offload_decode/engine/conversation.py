@@ -18,6 +18,7 @@ from torch import Tensor
 from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError, ContextEnds
 from offload_decode.engine.citations import (
+    OPENING,
     PLAIN_QUESTION,
     PLAIN_TIMES,
     PLAIN_TOKENS,
@@ -270,8 +271,9 @@ class Conversation:
         return cite(watch, self.store, self.tokenizer, **self._without_content(watch))
 
     def _opening(self, store: KVStore) -> int:
-        """How many first tokens of the store are the chat template's."""
-        return template_length(store, self.prompt.document(self.tokenizer, "", first=True))
+        """How many first tokens of the store are no document's: the chat template's, or attention sinks."""
+        begun = self.prompt.document(self.tokenizer, "", first=True)
+        return max(OPENING, template_length(store, begun))
 
     def passages(self, question: str, most: int = 5) -> tuple[Passage, ...]:
         """The passages that a question attends to, so many at `most`, most attended first, before any answer

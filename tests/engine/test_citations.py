@@ -196,11 +196,11 @@ def test_passages_do_not_overlap_and_are_counted_once(folder):
     assert (only.name, len(only.spans)) == ("a.txt", 1)
 
 
-def test_the_template_length_a_store_is_cited_of_no_document(folder):
+def test_the_opening_of_a_store_is_cited_of_no_document(folder):
     engine = Engine.open(folder / "store")
     watch = Watch(engine.prefix.host)
-    watch.mass[:4] = 5
-    assert cite(watch, engine.store, engine.tokenizer) == ()
+    watch.mass[:OPENING] = 5
+    assert cite(watch, engine.store, engine.tokenizer) == () == engine.cited(watch)
     watch.mass[4] = 1
     assert cite(watch, engine.store, engine.tokenizer)[0].share == 1
     watch.mass[12] = 1
@@ -286,7 +286,7 @@ def test_a_chat_template_is_no_document(folder):
     tokens = store.tokens[:30].tolist()
     assert template_length(store, [*tokens[:20], -1]) == 20
     assert template_length(store, tokens) == 30
-    assert template_length(store, []) == template_length(store, [-1]) == OPENING
+    assert template_length(store, []) == template_length(store, [-1]) == 0
 
 
 @pytest.mark.gpu
