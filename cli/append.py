@@ -22,6 +22,7 @@ def append(
     corpus: Annotated[str, argument("CORPUS", "A text file, a folder of them, or - for standard input.")],
     *,
     model: opts.Model = None,
+    adapter: opts.Adapter = "",
     folders: Folders,
     device: opts.Device = "auto",
     weights: opts.StoredWeights = "auto",
@@ -54,7 +55,14 @@ def append(
     run_with.admit_further(opened(store), model)
     with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(
-            store, corpus, model=model, device=device, weights=weights, rules=rules, progress=progress
+            store,
+            corpus,
+            model=model,
+            adapter=adapter,
+            device=device,
+            weights=weights,
+            rules=rules,
+            progress=progress,
         )
     if as_json:
         output.answer_json(asdict(report) | {"kept": report.kept})

@@ -150,7 +150,7 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
         told |= {"graphs": cuda_graphs.report(loaded.model.base_model), "store": store}
         told |= {"model": loaded.model_id, "stored_tokens": engine.prefix.length}
         told |= {"prefill": manifest.prefill, "kv": manifest.kv, "weights": loaded.weights}
-        told |= {"loading_s": loaded.loading}
+        told |= {"loading_s": loaded.loading} | ({"adapter": loaded.adapter} if loaded.adapter else {})
         output.answer_json(told | {"stats": asdict(cost)})
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:

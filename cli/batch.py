@@ -171,6 +171,7 @@ class Batch:
         config = self.options.config
         told = {"selector": config.selector, "options": config.options, "max_new_tokens": self.max_new_tokens}
         told |= {"model": config.model, "weights": config.weights, **self.together}
+        told |= {"adapter": config.adapter} if config.adapter else {}
         told |= {"cite": True} if self.cites else {}
         return told | ({} if self.least is None else {"only_grounded": self.least})
 

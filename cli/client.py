@@ -149,7 +149,7 @@ def server_address(
 def check_server_options(options: AskOptions) -> None:
     """Raise `ConfigError` for an option that only `serve` takes, because the model runs there."""
     none_given = AskOptions()
-    for name in ("model", "weights", "device", "attend", "device_cache", "gpu_memory", "ram"):
+    for name in ("model", "adapter", "weights", "device", "attend", "device_cache", "gpu_memory", "ram"):
         if getattr(options, name) != getattr(none_given, name):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is an option of the server: give it to `serve`, not with --server")

@@ -65,12 +65,11 @@ def collect(
 
     from offload_decode.prefill_jobs.collect import collect as run
     from offload_decode.prefill_jobs.collect import read_metadata
-    from offload_decode.prefill_jobs.job import Maker
 
     settings = made.settings
     described = None if metadata is None else read_metadata(metadata)
     run_with.admit(model, settings.chunk)
-    maker = Maker(model, settings, run_with.device, run_with.dtype, run_with.weights)
+    maker = run_with.maker(model, settings)
     with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(folder, out, maker, rules=rules, metadata=described, drop=drop, progress=progress)
     if as_json:

@@ -35,6 +35,7 @@ class AskOptions:
     attend: opts.Attend = "auto"
     device_cache: opts.DeviceCache = None
     model: opts.Model = None
+    adapter: opts.Adapter = ""
     weights: opts.Weights = "auto"
     device: opts.Device = "auto"
     gpu_memory: opts.GpuMemory = None
@@ -44,9 +45,8 @@ class AskOptions:
     def __post_init__(self) -> None:
         cache = 0 if self.device_cache is None else byte_count(self.device_cache)
         options = split_pairs(self.option or [])
-        self.config = EngineConfig(
-            self.model, self.selector, options, self.device, self.weights, self.attend, cache, crossover=True
-        )
+        own = self.model, self.selector, options, self.device, self.weights, self.attend, cache
+        self.config = EngineConfig(*own, crossover=True, adapter=self.adapter)
 
     @property
     def caps(self) -> Caps:

@@ -265,6 +265,14 @@ Model = Annotated[
     str | None,
     option("M", "Model id, folder or .gguf file, if not the one that the store names.", panel=MODEL),
 ]
+Adapter = Annotated[
+    str,
+    option(
+        "FOLDER",
+        "A LoRA on the model, in PEFT's layout, if not the one that the store names; see docs/models.md.",
+        panel=MODEL,
+    ),
+]
 Weights = Annotated[
     str, option("W", "Weights of the model: auto (as prefilled), full (unpacked), int8 or int4.", panel=MODEL)
 ]

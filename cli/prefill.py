@@ -23,7 +23,7 @@ from offload_decode.config import split_pairs
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.corpus import Note
     from offload_decode.prefill_jobs.folders import Skipped
-    from offload_decode.prefill_jobs.job import PrefillReport, Settings
+    from offload_decode.prefill_jobs.job import Maker, PrefillReport, Settings
     from offload_decode.prefill_jobs.many import Results
     from offload_decode.store.reader import KVStore
 
@@ -96,6 +96,10 @@ class RunOptions:
     ] = "auto"
     gpu_memory: opts.GpuMemory = None
     ram: opts.Ram = None
+    adapter: Annotated[
+        str,
+        option("FOLDER", "A LoRA on the model, in PEFT's layout; the store is of both, and records it."),
+    ] = ""
 
     def admit(self, model: str, chunk: int | None) -> None:
         """Apply the limits, and refuse a model that cannot prefill within them: `DoesNotFit`, `ConfigError`
@@ -124,6 +128,11 @@ class RunOptions:
         weights = own.weights if self.weights == "auto" else self.weights
         run_with = replace(self, dtype=own.dtype, weights=weights)
         run_with.admit(model or own.model_id, method_of(store).options.chunk)
+
+    def maker(self, model: str, settings: Settings) -> Maker:
+        from offload_decode.prefill_jobs.job import Maker
+
+        return Maker(model, settings, self.device, self.dtype, self.weights, self.adapter)
 
 
 @with_groups
@@ -208,14 +217,14 @@ def prefill(
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {"model": model, "settings": settings, "staging": staging, "rules": rules}
     given |= {"device": run_with.device, "dtype": run_with.dtype, "weights": run_with.weights}
+    given |= {"adapter": run_with.adapter}
     if cluster is None:
         run_with.admit(model, chunk)
     with Progress(quiet) as progress, files.synced(not no_sync):
         if cluster is not None:
-            from offload_decode.prefill_jobs.job import Maker
             from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
 
-            maker = Maker(model, settings, run_with.device, run_with.dtype, run_with.weights)
+            maker = run_with.maker(model, settings)
             results = prefill_on_ray(jobs, cluster, maker, staging=staging, rules=rules, progress=progress)
         elif several:
             results = prefill_many(jobs, **given, progress=progress)

@@ -17,7 +17,7 @@ from offload_decode.prefill_jobs.documents.files import read_plain
 # Fields that an answer adds: a question's own field of that name would be lost.
 _RESERVED = (
     *("answer", "grounded", "tokens", "finish", "citations"),
-    *("selector", "options", "max_new_tokens", "model", "weights", "cite", "only_grounded"),
+    *("selector", "options", "max_new_tokens", "model", "adapter", "weights", "cite", "only_grounded"),
     *("together", "join", "joined"),
 )
 _FIRST = '{"id": '

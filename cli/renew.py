@@ -35,6 +35,7 @@ def renew(
         ),
     ] = False,
     model: opts.Model = None,
+    adapter: opts.Adapter = "",
     folders: Folders,
     device: opts.Device = "auto",
     weights: opts.StoredWeights = "auto",
@@ -71,7 +72,7 @@ def renew(
         if plan.start and not dry_run:
             run_with = RunOptions(device, weights=weights, gpu_memory=gpu_memory, ram=ram)
             run_with.admit_further(plan.earlier, model)
-            loaded = load_for(plan.earlier, model, device, weights)
+            loaded = load_for(plan.earlier, model, device, weights, adapter)
         if not dry_run:
             report = renew_as(plan, loaded, store, progress)
     if as_json:

@@ -22,7 +22,8 @@ STREAMED = "streamed"
 class EngineConfig:
     """How a store is asked. Raises `ConfigError` for a value that cannot be.
 
-    model: an id, a folder or a .gguf file, where it is not the one that the store names. selector, options:
+    model: an id, a folder or a .gguf file, where it is not the one that the store names. adapter: the folder
+    of a LoRA, where it is not the one that the store names. selector, options:
     which stored tokens a step attends to, options as users write them. device: `auto`, `cpu`, `cuda` or
     `cuda:N`. weights: `auto` (as prefilled), `full` (the checkpoint's own, unpacked), `int8` or `int4`.
     attend: to stored tokens on the `host`; on the `device`; there, reading them in `pinned` memory of the
@@ -38,6 +39,7 @@ class EngineConfig:
     attend: str = "auto"
     device_cache: int = 0
     crossover: bool = False
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.weights == STREAMED:

@@ -83,14 +83,15 @@ def append(
     corpus: str,
     *,
     model: str | None = None,
+    adapter: str = "",
     device: str = "auto",
     weights: str = "auto",
     rules: Rules = EVERYTHING,
     progress: Progress = lambda stage, done, total: None,
 ) -> AppendReport:
     """Add the documents of `corpus` (a file, a folder, or `-`) to a store, with the model, the method and the
-    settings that it was made with; `model`: where that model is now. `weights`: `auto`, as the store was
-    made, or `streamed` (`models.layer_streaming`). `rules`: what to read of a folder.
+    settings that it was made with; `model` and `adapter`: where these are now. `weights`: `auto`, as the
+    store was made, or `streamed` (`models.layer_streaming`). `rules`: what to read of a folder.
 
     An interrupted append is resumed by the same call; the earlier store stays in its place until the longer
     one takes it. Documents that the store has already are skipped. Raises `CorpusError`, `ModelError`,
@@ -98,7 +99,7 @@ def append(
     """
     earlier = opened(store)
     texts, skipped = read_corpus(corpus, rules)
-    loaded = load_for(earlier, model, device, weights)
+    loaded = load_for(earlier, model, device, weights, adapter)
     progress("tokenize", 0, len(texts))
     return append_texts(loaded, texts, store, skipped=tuple(skipped), progress=progress)
 

@@ -68,13 +68,13 @@ def method_of(store: KVStore) -> Method:
     return create(name, options, store.manifest.shape)
 
 
-def load_for(store: KVStore, model: str | None, device: str, weights: str) -> LoadedModel:
-    """The model of a store, or the `model` that is named in its place; `weights`: `auto`, as the store was
-    made, or `streamed`. Raises as `models.loading.load`.
+def load_for(store: KVStore, model: str | None, device: str, weights: str, adapter: str = "") -> LoadedModel:
+    """The model of a store, or the `model` and the `adapter` that are named in its place; `weights`: `auto`,
+    as the store was made, or `streamed`. Raises as `models.loading.load`.
     """
     own = store.manifest
     weights = own.weights if weights == "auto" else weights
-    return load(model or own.model_id, device, own.dtype, weights, own.scaled)
+    return load(model or own.model_id, device, own.dtype, weights, own.scaled, adapter or own.adapter)
 
 
 def check_model(store: KVStore, loaded: LoadedModel) -> None:

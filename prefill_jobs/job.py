@@ -116,21 +116,24 @@ class Maker:
     device: str = "auto"
     dtype: str = "auto"
     weights: str = "auto"
+    adapter: str = ""
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        return load(self.model, self.device, *as_made(self.settings, self.dtype, self.weights))
+        how = as_made(self.settings, self.dtype, self.weights, self.adapter)
+        return load(self.model, self.device, *how)
 
 
-def as_made(settings: Settings, dtype: str, weights: str) -> tuple[str, str, str]:
-    """The dtype, weights and RoPE to load a model with: those of the base, where there is one and no others
-    are asked for. Raises `StoreError`.
+def as_made(settings: Settings, dtype: str, weights: str, adapter: str) -> tuple[str, str, str, str]:
+    """The dtype, weights, RoPE and adapter to load a model with: those of the base, where there is one and no
+    others are asked for. Raises `StoreError`.
     """
     if settings.base is None:
-        return dtype, weights, settings.rope
+        return dtype, weights, settings.rope, adapter
     made = opened(settings.base).manifest
     dtype = made.dtype if dtype == "auto" else dtype
-    return dtype, made.weights if weights == "auto" else weights, made.scaled
+    weights = made.weights if weights == "auto" else weights
+    return dtype, weights, made.scaled, adapter or made.adapter
 
 
 @dataclass(frozen=True)
@@ -202,13 +205,14 @@ def prefill(
     device: str = "auto",
     dtype: str = "auto",
     weights: str = "auto",
+    adapter: str = "",
     staging: Path | None = None,
     rules: Rules = EVERYTHING,
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """Read `corpus` (a file, a folder, or `-`), run it through `model` and publish the store `out`, a path or
     a URL. A store for a URL is written below `staging` first. `rules`: what to read of a folder. `device`,
-    `dtype` and `weights` as in `models.loading.load`.
+    `dtype`, `weights` and `adapter` as in `models.loading.load`.
 
     An interrupted prefill is resumed by the same call; an existing store of the same tokens, model and
     settings is kept. Raises `CorpusError`, `ModelError`, `StoreError`, `BucketError`, `ConfigError`.
@@ -216,7 +220,7 @@ def prefill(
     place = destination_of(out, staging)
     place.admit()
     texts, skipped = read_corpus(corpus, rules)
-    loaded = load(model, device, *as_made(settings, dtype, weights))
+    loaded = load(model, device, *as_made(settings, dtype, weights, adapter))
     progress("tokenize", 0, len(texts))
     work = prepare(loaded, texts, settings, place, tuple(skipped))
     return settled(work, place) or make(loaded, work, place, progress)
@@ -353,6 +357,11 @@ def _planned(
     tokens: Tokens,
     documents: list[Document],
 ) -> Work:
+    if loaded.activated:
+        raise ConfigError(
+            f"{loaded.adapter} is an activated LoRA, before whose invocation the weights are the model's: "
+            "prefill without --adapter, and ask with it"
+        )
     chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
     method = create(settings.method, {**settings.stated, "chunk": chunk}, loaded.shape)
     tell_of_indexer(loaded.model.config, len(tokens))
@@ -368,6 +377,7 @@ def _planned(
         prefill={"method": method.name, **asdict(method.options)}
         | ({} if loaded.weights == "auto" else {"weights": loaded.weights})
         | ({"rope": loaded.scaled} if loaded.scaled else {})
+        | ({"adapter": loaded.adapter} if loaded.adapter else {})
         | ({} if settings.system is None else {"system": settings.system}),
         template="plain" if prompt is None else prompt.template,
         opening=None if prompt is None else prompt.before,

@@ -109,6 +109,7 @@ def prefill_many(
     device: str = "auto",
     dtype: str = "auto",
     weights: str = "auto",
+    adapter: str = "",
     staging: Path | None = None,
     rules: Rules = EVERYTHING,
     progress: Watch = lambda stage, done, total, about: None,
@@ -122,7 +123,7 @@ def prefill_many(
     results, texts = read_all(jobs, staging, rules)
     if not texts:
         return results
-    loaded = load(model, device, *as_made(settings, dtype, weights))
+    loaded = load(model, device, *as_made(settings, dtype, weights, adapter))
     todo: list[tuple[Job, Work, Place]] = []
     for number, read in enumerate(texts):
         progress("tokenize", number, len(texts), read.job.corpus)

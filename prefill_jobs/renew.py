@@ -88,6 +88,7 @@ def renew(
     corpus: str,
     *,
     model: str | None = None,
+    adapter: str = "",
     device: str = "auto",
     weights: str = "auto",
     rules: Rules = EVERYTHING,
@@ -101,7 +102,7 @@ def renew(
     An interrupted call is resumed by the same one. Raises as these two do, and `ModelError`.
     """
     plan = plan_renewal(store, corpus, model=model, rules=rules, drop=drop, progress=progress)
-    loaded = load_for(plan.earlier, model, device, weights) if plan.start else None
+    loaded = load_for(plan.earlier, model, device, weights, adapter) if plan.start else None
     return renew_as(plan, loaded, store, progress)
 
 

@@ -1,5 +1,6 @@
 """Tiny models with random weights, one for each family, and a byte-level tokenizer: all built offline."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -108,4 +109,21 @@ def text_store(folder: Path, text: str, family: str = "llama", chunk: int = 64, 
     (folder / "corpus.txt").write_text(text)
     model, how = saved_model(folder / "model", family), Settings(options={"chunk": chunk}, **settings)
     prefill(str(folder / "corpus.txt"), model=str(model), out=folder / "store", settings=how)
+    return folder
+
+
+ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def plain_lora(folder: Path, config: dict[str, Any] | None = None, **weights: Any) -> Path:
+    """A LoRA for `saved_model` as PEFT writes it: of rank 2 on one module, where nothing else is given."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    own = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **(config or {})}
+    (folder / "adapter_config.json").write_text(json.dumps(own))
+    out, width = text_model().base_model.layers[0].self_attn.q_proj.weight.shape
+    made = {f"{ADAPTED}.lora_A.weight": torch.ones(2, width), f"{ADAPTED}.lora_B.weight": torch.ones(out, 2)}
+    save_file(weights or made, folder / "adapter_model.safetensors")
     return folder

@@ -10,7 +10,7 @@ from offload_decode import demo_models
 from offload_decode.cli import output
 from offload_decode.cli.eval import run as shared
 from offload_decode.cli.eval.run import Contenders, Out, PrefillMethod, text_option, token_counts
-from offload_decode.cli.options import Device, Json, ModelToLoad, Quiet, Rope, option, with_groups
+from offload_decode.cli.options import Adapter, Device, Json, ModelToLoad, Quiet, Rope, option, with_groups
 from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def perplexity(
     ] = False,
     prefill: PrefillMethod = "dense",
     rope: Rope = "",
+    adapter: Adapter = "",
     out: Out = None,
     device: Device = "auto",
     as_json: Json = False,
@@ -89,7 +90,7 @@ def perplexity(
     stored = shared.how_stored(settings, kinds)
     bare = token_counts(windows)
     plan = PerplexityPlan(haystack, counts, contenders, places, chunk, bare, sliding, stored)
-    loaded = load(model, device, rope=rope)
+    loaded = load(model, device, rope=rope, adapter=adapter)
     with TemporaryDirectory(prefix="offload-decode-eval-") as folder, Progress(quiet) as progress:
         grown = GrowingStore(loaded, Path(folder), plan.longest, settings, kinds)
         evaluation = Perplexity(loaded, plan, grown)

@@ -73,6 +73,7 @@ class Asking:
     ] = "0"
     prefill: PrefillMethod = "dense"
     rope: opts.Rope = ""
+    adapter: opts.Adapter = ""
     stores: Annotated[
         Path | None,
         option(
@@ -204,7 +205,7 @@ def ask_all(
     stored = how_stored(settings, kinds)
     controls, seeds = CONTROL_EVERY if how.control else 0, numbers(how.seeds)
     plan = AnswerPlan(suite, counts, tuple(contenders), limit, seeds, how.begin, stored, controls)
-    loaded = load(how.model, how.device, rope=how.rope)
+    loaded = load(how.model, how.device, rope=how.rope, adapter=how.adapter)
     stores = PrefilledStores(loaded, haystack.name, settings, kinds, how.stores)
     rehearse(contenders, loaded, haystack, settings)
     evaluated = evaluated or Answering

@@ -64,6 +64,8 @@ def run_turns(turns: Sequence[Turn]) -> list[Tensor]:
     """
     if len({id(turn.conversation) for turn in turns}) < len(turns):
         raise ConfigError("a conversation has one turn at a time: give each a fork of its own (fork)")
+    if any(turn.conversation.loaded.activated for turn in turns):
+        raise ConfigError("an activated adapter answers alone, from one store: leave it out, or --together")
     with ExitStack() as held:
         for turn in turns:
             held.enter_context(turn.conversation.step())

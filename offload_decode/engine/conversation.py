@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -34,6 +34,7 @@ from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.hf.user_cache import cached
+from offload_decode.models.adapters import last_call
 from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
 from offload_decode.models.prompt import Prompt, next_turn
 from offload_decode.selectors.base import Selector
@@ -57,6 +58,10 @@ class Conversation:
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # The tokens after the stored ones that were run.
         self.tokens: list[int] = []
+        # The model that runs the next ones: `loaded` or, from the place among them where its adapter was
+        # invoked last, the one that is activated.
+        self.runs = loaded
+        self.invoked: int | None = None
         # A token that was sampled but not run yet: it goes first in the next forward pass.
         self.pending: list[int] = []
         # Why the last answer ended: `stop`, or `length` where it was cut.
@@ -83,6 +88,7 @@ class Conversation:
         with self._lock:
             forked = type(self)(self.loaded, self.store, self.prefix.fork(), self.cache)
             forked.tokens, forked.pending = list(self.tokens), list(self.pending)
+            forked.runs, forked.invoked = self.runs, self.invoked
             forked.pass_tokens, forked.admit = self.pass_tokens, self.admit
         return forked
 
@@ -102,6 +108,8 @@ class Conversation:
         self.pending = []
         self.cache.cut(length - self.prefix.length)
         del self.tokens[length - self.prefix.length :]
+        if self.invoked is not None and len(self.tokens) <= self.invoked:
+            self._switch(None)
 
     def extend(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run tokens (question or generated, one path) and return the logits `[V]` after the last one.
@@ -112,7 +120,7 @@ class Conversation:
         run = self.to_run(tokens)
         self._forget_answer()
         with self.step():
-            return self.run(run)
+            return self.run(self._activated(run))
 
     def to_run(self, tokens: Sequence[int] | Tensor) -> list[int]:
         """The ids of what a pass runs for `tokens`: the pending one before them. Raises as `extend` does."""
@@ -125,9 +133,9 @@ class Conversation:
         began = time.perf_counter()
         ids = torch.tensor([run])
         if len(run) == 1:
-            logits = self.loaded.forward(ids, self.cache, every=every)[0]
+            logits = self.runs.forward(ids, self.cache, every=every)[0]
         else:
-            logits = run_in_passes(self.loaded, ids, self.cache, self.admitted(len(run)), every=every)[0]
+            logits = run_in_passes(self.runs, ids, self.cache, self.admitted(len(run)), every=every)[0]
         self.has_run(run)
         self.prefix.stats.tokens += len(run)
         self.prefix.stats.total_s += time.perf_counter() - began
@@ -178,7 +186,53 @@ class Conversation:
             self.check_room(len(tokens))
             self.evidence = self.evidence_of(question, self.prefix.watches)
             self.prefix.watches = self.evidence.observers
-            return self.run(self.to_run(tokens))
+            return self.run(self._activated(self.to_run(tokens), asked=True))
+
+    def _activated(self, run: list[int], asked: bool = False) -> list[int]:
+        """What is to be run with the activated adapter, or all where there is none: tokens before its last
+        invocation run without it here, again where they ran with it. Raises `ConfigError` where an `asked`
+        question does not invoke it.
+        """
+        if (activated := self.loaded.activated) is None:
+            return run
+        whole = self.tokens + run
+        place = last_call(activated.invocation, whole)
+        if place is None and asked:
+            raise self._not_invoked(activated.invocation)
+        if place == self.invoked:
+            return run
+        assert place is not None, "an invocation that ran is still there"
+        kept = min(len(self.tokens) if self.invoked is None else self.invoked, place)
+        if kept < len(self.tokens):  # `step` goes back to what was there if this fails
+            if self.selector.remembers and kept:
+                raise ConfigError(
+                    f"selector '{self.selector.name}' cannot run earlier turns again without the adapter, "
+                    "which is invoked anew: begin a new conversation, or choose another selector"
+                )
+            self.cache, self.tokens = self.cache.fork(self.prefix), self.tokens[:kept]
+            self.cache.cut(kept)
+            if self.selector.remembers:
+                self.selector.reset()
+        self._switch(None)
+        if before := whole[kept:place]:
+            self.run(before)
+        self._switch(place)
+        return whole[place:]
+
+    def _switch(self, invoked: int | None) -> None:
+        """Run what follows with the adapter that was invoked there, or without."""
+        adapted = self.loaded.activated if invoked is not None else None
+        self.runs, self.invoked = adapted.loaded if adapted else self.loaded, invoked
+        self.cache.decoder = self.runs.model.base_model
+
+    def _not_invoked(self, invocation: Sequence[int]) -> ConfigError:
+        text = self.store.tokens.tolist() if isinstance(self.store, KVStore) else []
+        stored = last_call(invocation, text) is not None
+        where = "only the stored text invokes" if stored else "the question does not invoke"
+        return ConfigError(
+            f"{where} the activated adapter {self.loaded.adapter}: write {self.decode(invocation)!r} in the "
+            "question, or leave --adapter out"
+        )
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token or, without a chat template, the next question
@@ -304,7 +358,9 @@ class Conversation:
         """
 
         def ask() -> dict[int, float]:
-            other = Conversation(self.loaded, self.store, self.prefix.fresh())
+            # Without an activated adapter, which it does not invoke.
+            loaded = replace(self.loaded, activated=None)
+            other = Conversation(loaded, self.store, self.prefix.fresh())
             with other.watched(whole) as watch:
                 logits = other.ask(PLAIN_QUESTION)
                 if not whole:
@@ -370,11 +426,15 @@ class Conversation:
             )
         try:
             before = self.cache.generated_layers[0].generated.length
+            cache, tokens, invoked = self.cache, self.tokens, self.invoked
             pending, chosen = self.pending, self.prefix.chosen
             remembered = chosen.fork() if chosen.forks else chosen
             try:
                 yield
             except BaseException:
+                self.cache, self.tokens = cache, tokens
+                if invoked != self.invoked:
+                    self._switch(invoked)
                 self.cache.cut(before)
                 del self.tokens[before:]
                 self.pending = pending

@@ -59,7 +59,9 @@ class Engine(Conversation):
         if model is None or isinstance(model, str):
             named = opened.manifest.model_id if model is None else model
             weights = config.weights_after(opened.manifest.weights)
-            loaded = load(named, config.device, opened.manifest.dtype, weights, opened.manifest.scaled)
+            own = opened.manifest
+            lora = config.adapter or own.adapter
+            loaded = load(named, config.device, own.dtype, weights, own.scaled, lora)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
         without = {"tokenizer_hash": None} if loaded.tokenizer is None else {}
@@ -74,8 +76,13 @@ class Engine(Conversation):
 
     def new_cache(self) -> CorpusCache:
         """An empty cache behind the stored prefix, for a loop of your own or `generate(cache=…)`, which is
-        `past_key_values=` before transformers 5.24.
+        `past_key_values=` before transformers 5.24. Raises `ConfigError` where an adapter is activated.
         """
+        if self.loaded.activated:
+            raise ConfigError(
+                "an activated adapter is applied from its invocation on, which a loop of your own does not: "
+                "use Engine.answer, or extend and generate"
+            )
         return self._cache_behind(self.prefix.fresh())
 
     def inputs(self, question: str) -> dict[str, Any]:
@@ -119,7 +126,7 @@ class Engine(Conversation):
             self.selector.whole_generated - self.cache.generated_length - len(self.pending) - max_new_tokens
         )
         outgrown = room < math.inf and any(len(self.question_tokens(one)) > room for one in questions)
-        if self.prefix.chosen.one_question or outgrown:
+        if self.prefix.chosen.one_question or outgrown or self.loaded.activated:
             return [self.answer(question, max_new_tokens, cites=cites) for question in questions]
         answers: list[Answer] = []
         for start in range(0, len(questions), batch_size):

@@ -88,7 +88,8 @@ def main() -> None:
     try:
         store = KVStore.open(request["store"])
         manifest = store.manifest
-        loaded = load(manifest.model_id, request["device"], manifest.dtype, manifest.weights, manifest.scaled)
+        how = manifest.dtype, manifest.weights, manifest.scaled, manifest.adapter
+        loaded = load(manifest.model_id, request["device"], *how)
         ways = [Way(**way) for way in request["ways"]]
         engines = [Engine.open(store, loaded, selector=way.selector, options=way.options) for way in ways]
         for engine in engines:

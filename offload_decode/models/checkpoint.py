@@ -22,6 +22,7 @@ from offload_decode.types import ModelShape
 
 WAY_OUT = f"give {demo_models.QUOTED}, a folder, a .gguf file, or a transformers id"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 TOKENIZER, TEMPLATE, TEMPLATES = "tokenizer.json", "chat_template.json", "additional_chat_templates"
 
@@ -30,7 +31,7 @@ _MIB = 1 << 20
 _SMALL, _LARGE = 16 * _MIB, 512 * _MIB
 _MOST_BYTES = dict.fromkeys([CONFIG, "generation_config.json", "tokenizer_config.json"], _SMALL)
 _MOST_BYTES |= dict.fromkeys(["special_tokens_map.json", "added_tokens.json"], _SMALL)
-_MOST_BYTES |= dict.fromkeys([TEMPLATE, "chat_template.jinja"], _SMALL)
+_MOST_BYTES |= dict.fromkeys([TEMPLATE, "chat_template.jinja", ADAPTER_CONFIG], _SMALL)
 _MOST_BYTES |= dict.fromkeys([INDEX, TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt"], _LARGE)
 
 # Beyond these a config is a mistake: building such a model, even without weights, would not end.
@@ -114,7 +115,7 @@ def stated_config(model_id: str) -> Any:
         else:
             folder = Path(source) if Path(source).is_dir() else Path(str(cached_file(source, CONFIG))).parent
             _check_files(folder)
-            _check_sizes(_parsed(folder / CONFIG))
+            _check_sizes(parsed(folder / CONFIG))
             config = text_of(AutoConfig.from_pretrained(source, trust_remote_code=False))
         stated = config.to_dict()
         # Families have other names for some sizes.
@@ -130,7 +131,7 @@ def template_of(source: str) -> str | None:
     from transformers.utils import cached_file
 
     found = cached_file(source, TEMPLATE, _raise_exceptions_for_missing_entries=False)
-    template = _parsed(Path(found)).get("chat_template") if found else None
+    template = parsed(Path(found)).get("chat_template") if found else None
     return template if isinstance(template, str) else None
 
 
@@ -178,16 +179,13 @@ def _named_files(source: str) -> list[Path]:
         folder, found = Path(source), next((n for n in (WEIGHTS, INDEX) if (Path(source) / n).exists()), None)
     else:
         folder, found = _fetched(source)
-    if (folder / "adapter_config.json").exists():
-        raise ModelError(
-            f"{source} is an adapter: merge it into its model (merge_and_unload), save that, and give the "
-            "folder of the whole"
-        )
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ModelError(f"{source} is an adapter: give its model, and this folder with --adapter")
     if found is None:
         _refuse_without_weights(source, folder)
     if found == WEIGHTS:
         return [folder / WEIGHTS]
-    named = _parsed(folder / INDEX).get("weight_map")
+    named = parsed(folder / INDEX).get("weight_map")
     shards = set(named.values()) if isinstance(named, dict) else set()
     if not shards or not all(isinstance(n, str) and re.fullmatch(r"[^/\\]+\.safetensors", n) for n in shards):
         raise ModelError(f"{folder / INDEX} names files that are no safetensors: fetch the checkpoint again")
@@ -201,7 +199,7 @@ def weight_names(found: list[Path]) -> list[str]:
     from safetensors import safe_open
 
     if found[0].name == INDEX:
-        return list(_parsed(found[0])["weight_map"])
+        return list(parsed(found[0])["weight_map"])
     with safe_open(found[0], "pt") as file:
         return list(file.keys())
 
@@ -263,7 +261,7 @@ def _check_files(folder: Path) -> None:
             )
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def parsed(path: Path) -> dict[str, Any]:
     """A JSON object; `ModelError` for anything else, and for numbers that are not finite."""
     try:
         held = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)

@@ -95,6 +95,11 @@ def files_hash(files: Sequence[Path], quantization: dict[str, Any]) -> str:
     return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
 
 
+def hash_of(named: Sequence[tuple[str, Tensor]]) -> str:
+    """SHA-256 of tensors: bytes, names, shapes, dtypes."""
+    return str(_hashed(named).hexdigest())
+
+
 def file_hash(path: Path) -> str:
     """SHA-256 of a GGUF file."""
     whole = _hashed([("", torch.from_numpy(np.memmap(path, np.uint8, "c")))])

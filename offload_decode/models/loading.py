@@ -28,7 +28,7 @@ from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_par
 from offload_decode.hf.rope_scaling import Trained, trained_of
 from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.hf.verify import check_equivalence, packs, shape_of
-from offload_decode.models import checkpoint, quantization
+from offload_decode.models import adapters, checkpoint, quantization
 from offload_decode.models.block_layers import quantize
 from offload_decode.models.fingerprints import config_hash, note, tokenizer_hash, weights_hash
 from offload_decode.models.gguf import SUFFIX
@@ -55,8 +55,9 @@ class LoadedModel:
     """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
     checkpoint's), or what they were quantized to as it was loaded. `streamed`: those of its layers come to
     the device as they run (`models.layer_streaming`), for passes without logits. `scaled`: how its RoPE was
-    asked to be, empty as it is trained; `trained`: for texts of which length. `loading`: seconds that `load`
-    took, converting and hashing included.
+    asked to be, empty as it is trained; `trained`: for texts of which length. `adapter`: the folder of
+    the LoRA on it, or empty; one that is `activated` is on another model beside it (`models.adapters`).
+    `loading`: seconds that `load` took, converting and hashing included.
     """
 
     model: Any
@@ -75,6 +76,8 @@ class LoadedModel:
     streamed: bool = False
     stated_ends: tuple[int, ...] = ()
     scaled: str = ""
+    adapter: str = ""
+    activated: "Activated | None" = None
     loading: float = 0.0
 
     @property
@@ -135,6 +138,7 @@ class LoadedModel:
             "dtype": self.dtype,
             "shape": self.shape,
             "model_id": self.model_id,
+            "adapter": self.adapter,
         }
 
     @property
@@ -186,8 +190,20 @@ class LoadedModel:
             )
 
 
+class Activated(NamedTuple):
+    """A model with an activated LoRA, which runs the tokens from the last `invocation` on, none before."""
+
+    invocation: tuple[int, ...]
+    loaded: LoadedModel
+
+
 def load(
-    model_id: str, device: str = "auto", dtype: str = "auto", weights: str = "auto", rope: str = ""
+    model_id: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    weights: str = "auto",
+    rope: str = "",
+    adapter: str = "",
 ) -> LoadedModel:
     """Load a shipped model, such as `demo`, a folder, a .gguf file or a transformers id, with its tokenizer.
 
@@ -196,8 +212,9 @@ def load(
     dtype), `streamed` (`models.layer_streaming`), `int8` or `int4` (`models.quantization`): the model's hash
     is that of the checkpoint, so that it opens the checkpoint's stores. Another quantized checkpoint is read
     as it is published, and takes no `weights`. On the CPU weights are memory-mapped, and copied only for
-    another `dtype`. `rope`: how RoPE is scaled for longer texts, such as `yarn:4` (`hf.rope_scaling`). Raises
-    `ModelError`, `UnsupportedModel` or `ConfigError`.
+    another `dtype`. `rope`: how RoPE is scaled for longer texts, such as `yarn:4` (`hf.rope_scaling`).
+    `adapter`: the folder of a LoRA, which is part of the model's hash unless it is activated
+    (`models.adapters`). Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
     """
     from transformers.utils import logging
 
@@ -208,7 +225,10 @@ def load(
     quantization.check_quantizer(weights, chosen_device)
     if weights == STREAMED:
         check_card(chosen_device)
-    config, _ = checkpoint.read_config(model_id, rope)
+    config, shape = checkpoint.read_config(model_id, rope)
+    lora = adapters.read_adapter(adapter) if adapter else None
+    if lora is not None:
+        adapters.check_activated(lora, shape, weights)
     source = checkpoint.source_of(model_id)
     if (stated := quantization.quantization_of(config)) is not None:
         quantization.check_weights_of(stated["quant_method"], weights)
@@ -235,12 +255,21 @@ def load(
                 model = quantization.quantize_on_gpu(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
+        adapted = adapters.twin(model) if lora and lora.invocation else model
+        if lora is not None:
+            added = adapters.attach(adapted, lora, chosen_device)
+            if adapted is model:
+                fingerprint = adapters.adapted_hash(fingerprint, added)
     # A name by which a store finds its model from any folder.
     if gguf:
         model_id = str(Path(source).absolute())
     elif Path(model_id).is_dir() and model_id not in demo_models.NAMES:
         model_id = str(Path(model_id).resolve())
     loaded = wrap(model, tokenizer, model_id, fingerprint, known)
+    activated = None
+    if lora and lora.invocation:
+        activate(adapted.eval())
+        activated = Activated(lora.invocation, replace(loaded, model=adapted))
     numbers = "auto" if weights in (STREAMED, FULL) else weights
     return replace(
         loaded,
@@ -248,6 +277,8 @@ def load(
         weights=numbers,
         stated_ends=ends,
         scaled=rope,
+        adapter="" if lora is None else str(lora.folder),
+        activated=activated,
         trained=trained_of(model.config, rope),
         loading=time.perf_counter() - began,
     )

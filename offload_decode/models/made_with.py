@@ -29,6 +29,7 @@ def made_with(loaded: LoadedModel) -> dict[str, Any]:
         "weights_hash": loaded.weights_hash,
         "dtype": loaded.dtype,
         **({"rope": loaded.scaled} if loaded.scaled else {}),
+        **({"adapter": loaded.adapter} if loaded.adapter else {}),
         "device": str(loaded.device),
         "processor": cpu_name(),
         "versions": {

@@ -44,7 +44,8 @@ class Opener:
             self.tell(sentence)
         if not self.limited:
             apply_caps(caps, config.device)
-        wanted = named, manifest.dtype, config.weights_after(manifest.weights), manifest.scaled
+        how = manifest.dtype, config.weights_after(manifest.weights), manifest.scaled
+        wanted = named, *how, config.adapter or manifest.adapter
         if self._model is None or self._model[0] != wanted:
             self.release()
             self._model = None

@@ -45,11 +45,11 @@ _LONGEST = 255
 class Entry:
     """A store under its name, or the bare model where `path` is None.
 
-    `model_id`, `dtype`, `weights` and `scaled` are how the model is loaded. `created` is when the store was
-    published, in seconds since 1970. `digest` is that of the store (`KVStore`), empty for a bare model;
-    `recall` is what the clusters beside it measured when they were built, mean over heads, None where there
-    are none that are whole. `note`: a sentence where the text is longer than the
-    model was trained for. `identity` changes when the store or its clusters are replaced, and with it the
+    `model_id`, `dtype`, `weights`, `scaled` and `adapter` are how the model is loaded. `created` is when the
+    store was published, in seconds since 1970. `digest` is that of the store (`KVStore`), empty for a bare
+    model; `recall` is what the clusters beside it measured when they were built, mean over heads, None where
+    there are none that are whole. `note`: a sentence where the text is longer than the model was trained for.
+    `identity` changes when the store or its clusters are replaced, and with it the
     equality of two entries of one name.
     """
 
@@ -59,6 +59,7 @@ class Entry:
     dtype: str
     weights: str
     scaled: str = ""
+    adapter: str = ""
     tokens: int = 0
     documents: int = 0
     note: str = ""
@@ -71,7 +72,7 @@ class Entry:
     def of(cls, manifest: Manifest, path: Path, **more: Any) -> Entry:
         """A store under the name of its folder."""
         name, model = readable(normalize("NFC", path.name.removesuffix(SUFFIX))), manifest.model_id
-        how = manifest.dtype, manifest.weights, manifest.scaled
+        how = manifest.dtype, manifest.weights, manifest.scaled, manifest.adapter
         note = Trained(**manifest.trained or {}).note(manifest.n_tokens)
         return cls(name, path, model, *how, manifest.n_tokens, note=note, **more)
 
@@ -80,7 +81,7 @@ class Entry:
         """The model as clients may see it: its id as it is, of a path its last part."""
         model = self.model_id
         is_id = model.count("/") <= 1 and not model.startswith((".", "/", "~")) and not os.path.exists(model)
-        return readable(model if is_id else _last(model))
+        return readable(_with(model if is_id else _last(model), self.adapter))
 
 
 def _is_store(path: Path) -> bool:
@@ -261,18 +262,21 @@ class Catalog:
     def _under_names(self, stores: dict[Path, Entry]) -> tuple[Entry, ...]:
         """The stores and the bare models, each under a name of its own; those that have one keep it."""
         found = {str(path): entry for path, entry in stores.items()}
-        first: dict[str, Entry] = {}
+        first: dict[tuple[str, str], Entry] = {}
         for entry in stores.values():
-            first.setdefault(entry.model_id, entry)
-        for model in dict.fromkeys([*([self._model] if self._model else []), *first]):
-            store = first.get(model)  # the model is loaded as for it; None where it is only given by name
-            found[f"model {model}"] = Entry(
-                name=readable(_last(model)),
+            first.setdefault((entry.model_id, entry.adapter), entry)
+        for model, adapter in dict.fromkeys([*([(self._model, "")] if self._model else []), *first]):
+            store = first.get(
+                (model, adapter)
+            )  # the model is loaded as for it; None where it is only given by name
+            found[f"model {_with(model, adapter)}"] = Entry(
+                name=readable(_with(_last(model), adapter)),
                 path=None,
                 model_id=model,
                 dtype="auto" if store is None else store.dtype,
                 weights="auto" if store is None else store.weights,
                 scaled="" if store is None else store.scaled,
+                adapter=adapter,
                 created=self._began if store is None else store.created,
             )
         names = {key: name for key, name in self._names.items() if key in found}
@@ -293,6 +297,10 @@ def readable(name: str) -> str:
     """A name for answers and logs: unprintable letters are replaced, and a long name is cut."""
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in name[:_LONGEST])
     return text if len(name) <= _LONGEST else f"{text}…"
+
+
+def _with(model: str, adapter: str) -> str:
+    return f"{model}+{_last(adapter)}" if adapter else model
 
 
 def _last(model: str) -> str:

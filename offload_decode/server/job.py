@@ -74,6 +74,7 @@ class Work:
     dtype: str = "auto"
     weights: str = "auto"
     rope: str = ""
+    adapter: str = ""
     kv: str = "auto"
     system: str | None = None
     method: str = "dense"
@@ -246,12 +247,12 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
         earlier = opened(store)
         manifest = earlier.manifest
         chunk: int | None = method_of(earlier).options.chunk
-        dtype, weights, scaled = manifest.dtype, manifest.weights, manifest.scaled
+        how = manifest.dtype, manifest.weights, manifest.scaled, manifest.adapter
     else:
         settings = Settings(work.method, work.options, kv=work.kv, rope=work.rope, system=work.system)
-        chunk, dtype, weights, scaled = settings.chunk, work.dtype, work.weights, work.rope
-    check_prefill(estimate_size(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
-    loaded = load(work.model, device, dtype, weights, scaled)
+        chunk, how = settings.chunk, (work.dtype, work.weights, work.rope, work.adapter)
+    check_prefill(estimate_size(work.model), chunk, how[0], device, Caps(), own_memory(), how[1])
+    loaded = load(work.model, device, *how)
     progress("tokenize", 0, len(texts))
     if work.kind == "append":
         names = ["n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds"]

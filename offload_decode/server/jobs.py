@@ -149,7 +149,7 @@ class Jobs:
             rule = "1 to 100 letters, digits, '.', '-' and '_', the first a letter or a digit"
             raise WrongField(f"a store's name has {rule}", "name")
         of = self._model_of(model)
-        how = {"dtype": of.dtype, "weights": of.weights, "rope": of.scaled} | how
+        how = {"dtype": of.dtype, "weights": of.weights, "rope": of.scaled, "adapter": of.adapter} | how
         path = folder / (name.removesuffix(SUFFIX) + SUFFIX)
         work = Work("prefill", path.stem, str(path), of.model_id, **how)
         return self._submit(work, documents)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.common.memory import own_memory
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.crossover import decide
@@ -48,6 +49,7 @@ class ModelKey(NamedTuple):
     dtype: str
     weights: str
     scaled: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,11 +194,12 @@ class LoadedModels:
     def _model_key(self, entry: Entry) -> ModelKey:
         config = self.settings.config
         named, weights = config.model or entry.model_id, config.weights_after(entry.weights)
+        adapter = config.adapter or entry.adapter
         if entry.path is None:  # a bare model answers in the dtype in which it is there
             for key in reversed(self._models):
-                if (key.model_id, key.weights, key.scaled) == (named, weights, entry.scaled):
+                if key._replace(dtype="") == (named, "", weights, entry.scaled, adapter):
                     return key
-        return ModelKey(named, entry.dtype, weights, entry.scaled)
+        return ModelKey(named, entry.dtype, weights, entry.scaled, adapter)
 
     def _loading(self, key: ModelKey) -> Future[LoadedModel]:
         """With the lock held: the model, or the promise of it, in the place of the one that was used longest
@@ -233,7 +236,12 @@ class LoadedModels:
     def _load(self, key: ModelKey) -> LoadedModel:
         LOG.info("loading the model %s", key.model_id)
         try:
-            loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights, key.scaled)
+            loaded = load(key.model_id, self.settings.config.device, *key[1:])
+            if loaded.activated:
+                raise ConfigError(
+                    f"{key.adapter} is an activated LoRA, which a server does not switch on in a request: "
+                    "leave --adapter out, or use `offload-decode ask`, `chat` or `batch`"
+                )
         finally:
             with self._lock:
                 if key in self._unused:

@@ -216,7 +216,8 @@ class Manifest:
     There is no time in it, so that two prefills of one corpus are the same bytes.
     `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped the
     numbers: `weights`, where they were quantized for the prefill (`int8` or `int4`), `rope`, where it was
-    scaled (`yarn:4`), and `system`, a message before the corpus.
+    scaled (`yarn:4`), `adapter`, the folder of a LoRA that the model had, and `system`, a message before the
+    corpus.
     `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
     `FINGERPRINT_VERSION`.
     `template` is "chat" where the tokens open a chat template, else "plain". `opening` is what the template
@@ -284,6 +285,11 @@ class Manifest:
     def scaled(self) -> str:
         """How the RoPE of the model that prefilled was scaled, such as `yarn:4`; empty as it is trained."""
         return str(self.prefill.get("rope", ""))
+
+    @property
+    def adapter(self) -> str:
+        """The folder of the LoRA of the model that prefilled; empty without one."""
+        return str(self.prefill.get("adapter", ""))
 
     def encoding(self, kind: str) -> str | None:
         """How `keys` or `values` are encoded; None where they are in the model's dtype."""
@@ -383,8 +389,8 @@ def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
             raise ValueError("marks is not prefill.chunk doubled some times")
     if "weights" in data["prefill"]:
         check("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
-    if not isinstance(data["prefill"].get("rope", ""), str):
-        check("prefill.rope", data["prefill"]["rope"], str)
+    for name in {"rope", "adapter"} & {*data["prefill"]}:
+        check(f"prefill.{name}", data["prefill"][name], str)
     kinds = (data["dtype"], *_ENCODED)
     check("kv", data["kv"], {"keys": kinds, "values": kinds})
     shape = shape_from(data["shape"], data["format_version"], DTYPES)

@@ -225,9 +225,10 @@ class KVStore:
         dtype: str | None = None,
         shape: ModelShape | None = None,
         model_id: str | None = None,
+        adapter: str = "",
     ) -> None:
-        """StoreMismatch where what is given of a model differs from the model that made the store; the name
-        is not compared, but tells a GGUF file from a checkpoint.
+        """StoreMismatch where what is given of a model differs from the model that made the store; its name
+        and the folder of its `adapter` are not compared, but tell why.
         """
         ours = self.manifest
         for difference, stored, current in (
@@ -252,10 +253,25 @@ class KVStore:
                     f"{other}: a GGUF file is known by its bytes, so that a copy of its weights is another "
                     "model. Open the store with the model that made it, or prefill again."
                 )
+            if current == weights_hash and (adapter or ours.adapter):
+                raise StoreMismatch(self._other_adapter(adapter))
             raise StoreMismatch(
                 f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model has "
                 f"{difference}: open the store with the model that made it, or prefill again."
             )
+
+    def _other_adapter(self, given: str) -> str:
+        made = self.manifest.adapter
+        was = f"with the adapter {made}" if made else "without an adapter"
+        now = (
+            f"has {'other weights with' if given == made else 'the adapter'} {given}" if given else "has none"
+        )
+        way = f"open it with --adapter {made} as it was then" if made else "leave --adapter out"
+        return (
+            f"{self.path} was prefilled {was}, and this model {now}, so that the stored keys and values are "
+            f"of other weights: {way}, or prefill again. Only an activated LoRA, which has "
+            "alora_invocation_tokens, answers from the stores of its base model."
+        )
 
     def verify(self, progress: files.Report | None = None) -> None:
         """Read every byte; see `verify_store`."""

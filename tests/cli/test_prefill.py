@@ -12,7 +12,7 @@ from offload_decode.prefill_jobs.job import Maker, PrefillReport
 from offload_decode.prefill_jobs.many import Job
 from offload_decode.store.reader import KVStore
 from tests.cli.conftest import done, json_of, refused, run
-from tests.tiny import saved, text_model
+from tests.tiny import plain_lora, saved, text_model
 
 
 @pytest.fixture
@@ -93,6 +93,20 @@ def test_the_staging_folder_is_in_the_users_cache(prefill, tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     done(*prefill, "--out", f"file://{tmp_path}/a.kv")
     assert list((tmp_path / "cache" / "offload-decode" / "staging").iterdir()) == []
+
+
+def test_a_store_finds_the_adapter_that_it_was_made_with(prefill, store, tmp_path):
+    folder = plain_lora(tmp_path / "lora")
+    done(*prefill, "--adapter", folder, "--out", tmp_path / "s")
+    ask = ("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2")
+    assert json_of(*ask)["adapter"] == str(folder)
+    assert f"adapter {folder}" in run("inspect", tmp_path / "s").out
+    moved = folder.rename(tmp_path / "moved")
+    assert f"there is no folder {folder}: give --adapter" in refused(1, *ask)
+    assert json_of(*ask, "--adapter", moved)["adapter"] == str(moved)
+    assert "was prefilled without an adapter" in refused(1, "ask", store, "Who?", "--adapter", moved)
+    (tmp_path / "more.txt").write_text("More text.")
+    done("append", tmp_path / "s", tmp_path / "more.txt", "--adapter", moved)
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4-values"])

@@ -20,10 +20,11 @@ from offload_decode.store.reader import KVStore
 from tests.store.jobs import FULL, make_job
 
 
-def make_store(path: Path, seed: int = 0, model: str = "test/model") -> Path:
+def make_store(path: Path, seed: int = 0, model: str = "test/model", adapter: str = "") -> Path:
     """Made beside its place and renamed into it, as a prefill does."""
     job = make_job(40, "float32", (FULL,), query_samples=8, seed=seed)
-    return replace(job, manifest=replace(job.manifest, model_id=model)).write(path)
+    prefill = job.manifest.prefill | ({"adapter": adapter} if adapter else {})
+    return replace(job, manifest=replace(job.manifest, model_id=model, prefill=prefill)).write(path)
 
 
 @pytest.fixture
@@ -261,6 +262,20 @@ def test_a_store_that_is_hidden_is_not_served(opened, shelf):
     assert gone == {"book", "model"}
     catalog.hide(path, hidden=False)
     assert names(catalog) == ["book", "model"]
+
+
+def test_a_model_with_an_adapter_is_another_model(opened, shelf):
+    make_store(shelf / "book.kv")
+    make_store(shelf / "legal.kv", adapter="/adapters/law")
+    make_store(shelf / "terms.kv", adapter="/adapters/law")
+    catalog = opened(shelf)
+    assert names(catalog) == ["book", "legal", "terms", "model", "model+law"]
+    assert [catalog.entry(name).adapter for name in ("book", "model", "model+law")] == [
+        "",
+        "",
+        "/adapters/law",
+    ]
+    assert catalog.entry("legal").base == "test/model+law"
 
 
 def test_a_store_is_read_once(opened, shelf, monkeypatch):

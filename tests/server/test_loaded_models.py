@@ -15,6 +15,7 @@ import pytest
 
 from offload_decode.common.errors import ModelError, StoreNotFound
 from offload_decode.prefill_jobs.append import append
+from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server import loaded_models
 from offload_decode.server.job import Upload
 from offload_decode.server.loaded_models import Releases
@@ -23,7 +24,7 @@ from offload_decode.store.reader import KVStore
 from tests.server import conftest
 from tests.server.conftest import TEXTS, prefilled
 from tests.server.test_catalog import until
-from tests.tiny import saved_model
+from tests.tiny import plain_lora, saved_model
 
 
 def ask(service, model, **more):
@@ -121,6 +122,21 @@ def test_a_bare_model_never_has_scaled_rope(serve):
     assert scaled.scaled == "yarn:2"
     key = service.loaded_models._model_key(replace(entry, path=None))
     assert key.scaled == ""
+
+
+def test_stores_are_answered_with_their_adapter_which_no_other_shares(serve, shelf, tmp_path):
+    folder = plain_lora(tmp_path / "lora")
+    lent = tmp_path / "stores" / "adapted.kv"
+    lent.parent.mkdir()
+    (tmp_path / "text.txt").write_text(TEXTS["notes"])
+    prefill(str(tmp_path / "text.txt"), model=str(shelf / "model"), out=lent, adapter=str(folder))
+    service = serve(shelf / "stores", lent.parent, max_models=2)
+    held, entry = service.loaded_models, service.catalog.entry
+    base, adapted = (held.preload(entry(name)).result(timeout=120) for name in ("book", "adapted"))
+    assert (base.adapter, adapted.adapter) == ("", str(folder))
+    assert ask_patiently(service, "adapted").error is None
+    assert ask_patiently(service, "model+lora").error is None
+    assert len(held.models()) == 2, "the bare model is the one of the store"
 
 
 def test_a_model_that_is_not_asked_again_makes_way(serve, monkeypatch):
