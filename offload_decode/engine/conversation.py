@@ -189,9 +189,9 @@ class Conversation:
             return self.run(self._activated(self.to_run(tokens), asked=True))
 
     def _activated(self, run: list[int], asked: bool = False) -> list[int]:
-        """What is to be run with the activated adapter, or all where there is none: tokens before its last
-        invocation run without it here, again where they ran with it. Raises `ConfigError` where an `asked`
-        question does not invoke it.
+        """What is left to be run: all, or with an activated adapter the tokens from its last invocation on,
+        as those before it run without it here, again where they ran with it. Raises `ConfigError` where an
+        `asked` question does not invoke it.
         """
         if (activated := self.loaded.activated) is None:
             return run
@@ -201,8 +201,7 @@ class Conversation:
             raise self._not_invoked(activated.invocation)
         if place == self.invoked:
             return run
-        assert place is not None, "an invocation that ran is still there"
-        kept = min(len(self.tokens) if self.invoked is None else self.invoked, place)
+        kept = min(one for one in (len(self.tokens), self.invoked, place) if one is not None)
         if kept < len(self.tokens):  # `step` goes back to what was there if this fails
             if self.selector.remembers and kept:
                 raise ConfigError(
@@ -214,6 +213,8 @@ class Conversation:
             if self.selector.remembers:
                 self.selector.reset()
         self._switch(None)
+        if place is None:  # an invocation that a crop has cut
+            return whole[kept:]
         if before := whole[kept:place]:
             self.run(before)
         self._switch(place)

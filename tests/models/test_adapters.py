@@ -127,13 +127,12 @@ def test_what_comes_before_a_later_invocation_runs_again_without_the_adapter(bas
     assert generated(engine.fork(), [11, 12]) == going_on, "without another one, the earlier one holds"
 
 
-def test_a_conversation_is_cropped_to_before_the_invocation(base_store, called):
-    engine = Engine.open(base_store, selector="dense", adapter=str(called))
-    fresh = engine.fork()
-    fresh.extend([5, 6])
-    expected = fresh.extend([9])
-    engine.extend([5, 6, *CALL, 7])
-    engine.crop(engine.prefix.length + 2)
+@pytest.mark.parametrize("kept", [2, 3], ids=["before", "into"])
+def test_a_conversation_is_cropped_to_where_nothing_invokes_the_adapter(base_store, called, kept):
+    engine, question = Engine.open(base_store, selector="dense", adapter=str(called)), [5, 6, *CALL, 7]
+    expected = Engine.open(base_store, selector="dense").extend([*question[:kept], 9])
+    engine.extend(question)
+    engine.crop(engine.prefix.length + kept)
     assert (engine.extend([9]) - expected).abs().max() < 1e-5
 
 

@@ -131,7 +131,10 @@ def test_nothing_is_unpickled(folder, how, tmp_path):
         (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(hurt)))
     if how == "as an adapter":
         (folder / "adapter_config.json").write_text("{}")
-    says = {"alone": "pickled .pytorch_model.bin.*save_pretrained", "as an adapter": "this folder with --adapter"}
+    says = {
+        "alone": "pickled .pytorch_model.bin.*save_pretrained",
+        "as an adapter": "this folder with --adapter",
+    }
     with pytest.raises(ModelError, match=says.get(how)):
         load(str(folder), "cpu")
     assert not hurt.exists()
