@@ -11,7 +11,7 @@ from offload_decode.cli import options as opts
 from offload_decode.cli import output
 from offload_decode.cli.options import byte_count
 from offload_decode.common.errors import ConfigError
-from offload_decode.config import EngineConfig, parse_options, split_pairs
+from offload_decode.config import AUTO, EngineConfig, parse_options, split_pairs
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
@@ -30,7 +30,7 @@ def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
 class AskOptions:
     """How stores are asked, and the memory limits meanwhile: a group of options. Raises `ConfigError`."""
 
-    selector: opts.Selector = "topk"
+    selector: opts.Selector = AUTO
     option: opts.Options = None
     attend: opts.Attend = "auto"
     device_cache: opts.DeviceCache = None

@@ -226,7 +226,7 @@ Selector = Annotated[
     str,
     option(
         "NAME",
-        "Method that chooses the stored tokens to attend to.",
+        "Method that chooses the stored tokens to attend to; auto is topk, or own where the model has it.",
         "-s",
         "--selector",
         panel=RETRIEVAL,

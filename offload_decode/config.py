@@ -10,6 +10,8 @@ from offload_decode.common.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT")
 
+AUTO = "auto"
+"""The selector `own` for a model with an indexer of its own, `topk` for all others."""
 ATTEND = ("auto", "host", "device", "pinned")
 FULL = "full"
 """Weights in the model's dtype, those of a GGUF file too, which else stay in its blocks on a CPU."""
@@ -32,7 +34,7 @@ class EngineConfig:
     """
 
     model: str | None = None
-    selector: str = "topk"
+    selector: str = AUTO
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     device: str = "auto"
     weights: str = "auto"

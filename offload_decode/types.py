@@ -44,11 +44,22 @@ class StateShape:
 
 
 @dataclass(frozen=True)
+class IndexShape:
+    """A model's own indexer (DeepSeek-V3.2): the last `dim` numbers of a token's row are its index key, and
+    `topk` is how many tokens a query attends to, stored and generated together.
+    """
+
+    dim: int
+    topk: int
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """What is kept of one layer.
 
     `key_dim` and `value_dim` are numbers of a head and token; `window` counts the current token too.
-    `latent`: a token's values are its key row itself (MLA: compressed keys and values, then the rotary part).
+    `latent`: a token's values are its key row itself (MLA: compressed keys and values, then the rotary part,
+    then the key of the model's own `index`, where it has one).
     """
 
     kind: LayerKind
@@ -58,8 +69,10 @@ class LayerShape:
     window: int | None = None
     states: tuple[StateShape, ...] = ()
     latent: bool = False
+    index: IndexShape | None = None
 
     def __post_init__(self) -> None:
+        assert self.index is None or self.latent, "an index key stands at the end of a latent's row"
         assert self.local == (self.window is not None), "windowed layers, and no others, have a window"
         assert not self.latent or self.key_dim == self.value_dim, "the values of a latent are its keys"
 
@@ -80,7 +93,9 @@ class ModelShape:
     query_heads: int
 
     def __post_init__(self) -> None:
-        searched = {(own.kv_heads, own.key_dim, own.value_dim, own.latent) for own in self._searched}
+        searched = {
+            (own.kv_heads, own.key_dim, own.value_dim, own.latent, own.index) for own in self._searched
+        }
         assert len(searched) == 1, "some layer keeps keys, and full layers are of one geometry"
         assert self.query_heads % self.kv_heads == 0, "query heads come in groups of one size"
 
@@ -134,6 +149,11 @@ class ModelShape:
     def latent(self) -> bool:
         """Whether the values of full layers are their keys."""
         return self._searched[0].latent
+
+    @property
+    def index(self) -> IndexShape | None:
+        """The model's own indexer, whose keys are at the end of the rows of full layers."""
+        return self._searched[0].index
 
     @property
     def group(self) -> int:

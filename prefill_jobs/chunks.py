@@ -22,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload_decode.attention.dense import attend_blocks, serves_bf16
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.dense import attend_blocks, attend_dense, serves_bf16
+from offload_decode.attention.index_queries import IndexQueries
+from offload_decode.attention.queries import Queries, empty_state, merge_states
 from offload_decode.attention.rows import Rows, numpy_view, tensor_view
 from offload_decode.attention.transfers import HostCopy, to_device
 from offload_decode.hf.cache import CorpusCache
@@ -161,14 +162,21 @@ class WrittenPrefix:
             self._gpu.grow(tokens + self.method.options.chunk)
 
     def begin(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        index: IndexQueries | None = None,
     ) -> Callable[[], AttentionState]:
-        """Attention of `query [1, H, T, D]` to the tokens that the method chooses, one block in memory at a
-        time; all of it happens when the result is called for.
+        """Attention of `query [1, H, T, D]` to the tokens that the method chooses, or the model's own indexer
+        where it chooses none, one block in memory at a time; all of it happens when the result is called for.
         """
-        return partial(self._attend, layer, query, scaling, softcap)
+        return partial(self._attend, layer, query, scaling, softcap, index)
 
-    def _attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
+    def _attend(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None, index: IndexQueries | None
+    ) -> AttentionState:
         self._sample(layer, query)
         chosen = None
         if self.length:
@@ -179,10 +187,45 @@ class WrittenPrefix:
             blocks = self._gpu.blocks(layer, self.length, query.dtype)
         else:
             blocks = self._blocks(layer, chosen, query)
-        state = attend_blocks(query, blocks, self.shape.value_dim, scaling, softcap)
+        if chosen is None and index is not None:
+            state = self._attend_indexed(index, query, blocks, scaling, softcap)
+        else:
+            state = attend_blocks(query, blocks, self.shape.value_dim, scaling, softcap)
         if self._gpu is not None:
             self._append(layer)
         return state
+
+    def _attend_indexed(
+        self,
+        index: IndexQueries,
+        query: Tensor,
+        blocks: Iterable[tuple[Tensor, Tensor]],
+        scaling: float,
+        softcap: float | None,
+    ) -> AttentionState:
+        """To those tokens of the blocks, all that are stored, that the model's own indexer chooses."""
+        assert self.shape.index is not None
+        whole, topk = index.generated.shape[2] + self.length, self.shape.index.topk
+        if whole > topk and index.least is None:
+            best = index.generated
+            for start in range(0, self.length, BLOCK_TOKENS):
+                best = torch.cat([best, self._index_scores(index, start, BLOCK_TOKENS)], dim=-1)
+                best = best.topk(min(topk, best.shape[-1])).values
+            index.least = best.topk(topk).values[..., -1]
+        state, start = empty_state(query, self.shape.value_dim), 0
+        for key, value in blocks:
+            mask = None
+            if index.least is not None:
+                mask = self._index_scores(index, start, key.shape[2]) >= index.least.unsqueeze(-1)
+            own = attend_dense(query, key, value, scaling, None if mask is None else mask[:, None], softcap)
+            state, start = merge_states(state, own), start + key.shape[2]
+        return state
+
+    def _index_scores(self, index: IndexQueries, start: int, tokens: int) -> Tensor:
+        """Scores `[1, T, tokens]` of stored tokens, fewer at the end."""
+        part = slice(start, min(start + tokens, self.length))
+        rows = self.keys(index.layer, 0).read(part, index.vectors.device)
+        return index.scores(rows[None, :, rows.shape[1] - index.vectors.shape[-1] :])
 
     def attend_generated(self, *_: object) -> None:
         """None: all of the chunk is attended to."""

@@ -92,7 +92,8 @@ def check_length(store: KVStore, loaded: LoadedModel, tokens: int) -> None:
     beyond the training is told.
     """
     loaded.lengths.of_store(store.manifest.rope, store.manifest.n_tokens).check(tokens + 1)
-    tell_of_indexer(loaded.model.config, tokens)
+    method = str(store.manifest.prefill.get("method"))
+    tell_of_indexer(loaded.model.config, tokens, loaded.shape.index is not None, method)
     loaded.trained.tell(tokens)
 
 

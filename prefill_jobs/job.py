@@ -364,7 +364,7 @@ def _planned(
         )
     chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
     method = create(settings.method, {**settings.stated, "chunk": chunk}, loaded.shape)
-    tell_of_indexer(loaded.model.config, len(tokens))
+    tell_of_indexer(loaded.model.config, len(tokens), loaded.shape.index is not None, method.name)
     loaded.trained.tell(len(tokens))
     positions = loaded.lengths.chosen(len(tokens), settings.context)
     manifest = Manifest(

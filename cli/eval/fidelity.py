@@ -108,7 +108,8 @@ def _contenders(given: Sequence[str]) -> tuple[Contender, ...]:
     from offload_decode.evals.fidelity import CONTROLS
     from offload_decode.selectors.registry import built_in
 
-    contenders = read_contenders(given or built_in())
+    # A model's own indexer goes by queries of its own, which no store keeps.
+    contenders = read_contenders(given or [name for name in built_in() if name != "own"])
     labels = [contender.label for contender in contenders]
     missing = [name for name in (DENSE, *CONTROLS) if name not in labels]
     return (*contenders, *map(Contender, missing))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.attention.transfers import HostCopy
 from offload_decode.types import AttentionState
 
@@ -24,7 +25,8 @@ class Queries:
 
     `vectors [Hkv, R, D]` float32, unscaled. The R queries of a KV head are those of its `group` query heads
     for `tokens` new tokens, for every sequence of the batch: R = batch · group · tokens, tokens running
-    fastest. `copy`: the same on their way to the host, where a search there was foreseen.
+    fastest. `copy`: the same on their way to the host, where a search there was foreseen. `index`: what the
+    model's own indexer asks, where it has one.
     """
 
     vectors: Tensor
@@ -33,6 +35,7 @@ class Queries:
     group: int = 1
     tokens: int = 1
     copy: HostCopy | None = None
+    index: IndexQueries | None = None
 
     def sent(self) -> Queries:
         """The same, on their way to the host: work given to the device after this does not delay them."""
@@ -64,7 +67,7 @@ class Queries:
     def part(self, start: int, end: int) -> Queries:
         """Queries `start:end` of every KV head, each standing for itself."""
         copy = self.copy and replace(self.copy, parts=(self.copy.parts[0][:, start:end],))
-        return replace(self, vectors=self.vectors[:, start:end], group=1, tokens=1, copy=copy)
+        return replace(self, vectors=self.vectors[:, start:end], group=1, tokens=1, copy=copy, index=None)
 
     def logits(self, scores: Tensor) -> Tensor:
         """Attention logits of inner products q·k."""

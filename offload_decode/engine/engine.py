@@ -67,10 +67,11 @@ class Engine(Conversation):
         without = {"tokenizer_hash": None} if loaded.tokenizer is None else {}
         opened.check_model(**loaded.identity | without)
         check_placement(config.attend, config.device_cache, loaded.device)
-        tell_of_indexer(loaded.model.config, opened.manifest.n_tokens)
         loaded.trained.tell(opened.manifest.n_tokens)
         host = HostKV(opened, loaded.device, config.attend, config.device_cache)
         prefix = StoredPrefix.over(host, loaded.shape, config.selector, config.options)
+        stored = loaded.shape.index is not None
+        tell_of_indexer(loaded.model.config, opened.manifest.n_tokens, stored, prefix.selector.name)
         decide(prefix, loaded.shape, config.crossover)
         return cls(loaded, opened, prefix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.host_dense import attend_further
+from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.attention.pages_reference import count_tokens
 from offload_decode.attention.queries import Queries, merge_states
 from offload_decode.attention.transfers import to_device
@@ -84,14 +86,22 @@ class StoredPrefix:
     def remembers(self) -> bool:
         return self.selector.remembers
 
-    def begin(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> Finish:
+    def begin(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        index: IndexQueries | None = None,
+    ) -> Finish:
         """From `query [B, H, T, D]` to a state over the tokens that the selector chooses for its rows.
 
         Only the copy of the query to the host begins here; the search runs in the function that is returned.
         It waits for no more than the launch of the kernels for generated tokens, and a thread of its own cost
         more than that saved (measured with a dozen launches of 6 µs). On a host the search has all cores.
         """
-        return partial(self._finish, layer, self._queries(query, scaling, softcap).sent())
+        queries = replace(self._queries(query, scaling, softcap), index=index)
+        return partial(self._finish, layer, queries.sent())
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
         """`begin` and what it returns, in one call."""
@@ -272,9 +282,16 @@ class ScatteredPrefix(StoredPrefix):
                 f"selector '{whole.selector.name}' remembers a conversation, which workers with a part of "
                 "the store do not know: choose another, such as topk"
             )
+        if whole.selector.name == "own":
+            raise ConfigError(
+                "selector 'own' chooses among all tokens of a store, of which each worker has a part: choose "
+                "another, such as topk"
+            )
         self.ask = ask
 
-    def begin(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> Finish:
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None, index: object = None
+    ) -> Finish:
         if self.watches:
             raise ConfigError("what a store in parts attended to is not told: leave citations out")
         return partial(self._merged, query, self.ask(layer, query.detach().float().cpu(), scaling, softcap))

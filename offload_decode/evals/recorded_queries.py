@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import tensor_view
@@ -196,9 +197,14 @@ class AttentionDemand(StoredPrefix):
         self._ends: dict[int, int] = {}
 
     def begin(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        index: IndexQueries | None = None,
     ) -> Callable[[], AttentionState]:
-        finish = super().begin(layer, query, scaling, softcap)
+        finish = super().begin(layer, query, scaling, softcap, index)
 
         def finished() -> AttentionState:
             state = finish()

@@ -5,11 +5,12 @@ the two states are merged exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from offload_decode.attention.dense import attend_dense
@@ -71,7 +72,7 @@ def prefix_attention(
     stored_query, expand = query, _as_it_is
     if latent is not None and isinstance(layer, LatentLayer | PackedLayer):
         heads = LatentHeads(module, latent, query)
-        stored_query, expand = heads.absorb(query), heads.expand
+        stored_query, expand = pad(heads.absorb(query), (0, layer.index_dim)), heads.expand
     if isinstance(layer, PackedLayer):
         states = [expand(part) for part in layer.attend(stored_query, scaling, softcap)]
         return _finished(reduce(merge_states, states), s_aux, query, ours=True)
@@ -84,8 +85,16 @@ def prefix_attention(
     if not isinstance(layer, PrefixLayer):
         state = _attend(query, key, value, scaling, attention_mask, softcap, causal)
     else:
-        # The generated KV is attended to between these two, so that a device works while the host searches.
-        finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap)
+        # The generated KV is attended to between these two, so that a device works while the host searches;
+        # behind them where what is chosen of the stored tokens says what is seen of it.
+        index = None
+        if isinstance(layer, LatentLayer) and layer.index_dim and run.asked is not None:
+            index = run.asked.queries(attention_mask, causal)
+        finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap, index)
+        if index is not None:
+            finish = partial(_as_it_is, finish())
+            if (seen := index.seen()) is not None:
+                attention_mask, causal = seen, None
         part: AttentionState | None = None
         free = causal is None or query.shape[2] == 1
         if free and layer.generated.length > layer.prefix.whole_generated and run.sees_all(attention_mask):

@@ -74,7 +74,12 @@ class CorpusCache(RecurrentCache):
                 chunked = layer.kind is LayerKind.CHUNKED
                 layers.append(WindowLayer(index, prefix, layer.window, windows[index], first, chunked))
             elif layer.kind is LayerKind.FULL:
-                layers.append((LatentLayer if layer.latent else PrefixLayer)(index, prefix, first))
+                index_dim = 0 if layer.index is None else layer.index.dim
+                layers.append(
+                    LatentLayer(index, prefix, first, index_dim)
+                    if layer.latent
+                    else PrefixLayer(index, prefix, first)
+                )
             else:
                 layers.append(KeylessLayer(index, first))
         return cls(layers, decoder, dtype, positions)

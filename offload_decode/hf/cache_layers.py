@@ -6,7 +6,7 @@ Layers of full attention, of latents, of a window, without keys; and `GraphLayer
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from offload_decode.attention.queries import CausalMask
@@ -33,12 +34,16 @@ class Pass:
     rotated_for: the length of text that keys are rotated for; None: as transformers does. mask: the 2-D mask
     that the run was given, over the prefix too. unpadded: what a token sees follows from its place alone.
     positions: where the new tokens stand, int64 `[B, T]`; None where no padding stands before them.
+    indexed: the layer whose index keys were appended to last, and where they are; asked: what the model's own
+    indexer (`hf.own_index`) asked of them.
     """
 
     rotated_for: int | None = None
     mask: Tensor | None = None
     unpadded: bool = False
     positions: Tensor | None = None
+    indexed: tuple[int, Sequence[LatentLayer]] | None = None
+    asked: Any = None
     _by_key: dict[int, tuple[ref[Tensor], Any]] = field(default_factory=dict, init=False)
     _updated: Any = field(default=None, init=False)
     _whole: tuple[Tensor, bool] | None = field(default=None, init=False)
@@ -155,24 +160,45 @@ class PrefixLayer(GeneratedLayer):
 
 
 class LatentLayer(PrefixLayer):
-    """A full-attention layer of latents: a token's row (`hf.mla`) is kept once, as key and value in one."""
+    """A full-attention layer of latents: a token's row (`hf.mla`) is kept once, as key and value in one. The
+    last `index_dim` numbers of it are the token's key for an indexer of the model's own (`hf.own_index`).
+    """
 
-    rank = 0  # of the latents, known from the first on
+    rank = rotary = 0  # of the latents, known from the first on
+
+    def __init__(self, index: int, prefix: Prefix, states: States | None = None, index_dim: int = 0):
+        super().__init__(index, prefix, states)
+        self.index_dim = index_dim
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Latents `[B, 1, T, rank]` and rotary parts `[B, 1, T, rotary]`."""
-        self.rank = key_states.shape[-1]
-        rows = torch.cat([key_states, value_states], dim=-1)
+        """Latents `[B, 1, T, rank]` and rotary parts `[B, 1, T, rotary]`; index keys come after them."""
+        self.rank, self.rotary = key_states.shape[-1], value_states.shape[-1]
+        rows = pad(torch.cat([key_states, value_states], dim=-1), (0, self.index_dim))
         self.generated.append(rows, rows)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Zeros `[B, S, D]` for an indexer of the model's own, whose choice is not used behind a prefix."""
+        """Keep index keys `[B, T, D]` of the tokens that were appended last. Returns zeros `[B, S, D]`: what
+        the indexer makes of them is not used behind a prefix.
+        """
+        self.append_index(indexer_key_states)
+        RUNNING.current.indexed = self.index, [self]
         batch, _, dim = indexer_key_states.shape
         return indexer_key_states.new_zeros(()).expand(batch, self.generated.length, dim)
 
+    def append_index(self, index_keys: Tensor) -> None:
+        """Write index keys `[B, T, D]` of the last tokens into their rows."""
+        if self.index_dim:
+            self.index_keys[:, -index_keys.shape[1] :] = index_keys.detach()
+
+    @property
+    def index_keys(self) -> Tensor:
+        """Index keys `[B, S, D]` of the generated tokens, a view of their rows."""
+        rows, _ = self.generated.view()
+        return rows[:, 0, :, rows.shape[-1] - self.index_dim :]
+
     def visible(self) -> KV:
         rows, _ = self.generated.view()
-        return rows[..., : self.rank], rows[..., self.rank :]
+        return rows[..., : self.rank], rows[..., self.rank : self.rank + self.rotary]
 
 
 class WindowLayer(GeneratedLayer):

@@ -22,6 +22,7 @@ from offload_decode.hf.cache_layers import RUNNING, Pass
 from offload_decode.hf.compat import cache_in, cache_name, in_its_name
 from offload_decode.hf.cuda_graphs import capture
 from offload_decode.hf.linear_bf16 import read_in_place
+from offload_decode.hf.own_index import watch_indexers
 from offload_decode.hf.packed_batch import PackedCache
 from offload_decode.hf.positions import UNSAID, depends_on_length
 from offload_decode.hf.recurrent_steps import run_rows_apart
@@ -40,6 +41,7 @@ def activate(model: Any) -> None:
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True)
         run_rows_apart(decoder)
+        watch_indexers(decoder)
         for module in filter(depends_on_length, decoder.modules()):
             module.register_forward_hook(_FixedLength(), with_kwargs=True)
         read_in_place(model)

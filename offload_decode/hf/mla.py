@@ -53,13 +53,15 @@ def latent_of(module: Any) -> Latent | None:
     return Latent(*widths)  # type: ignore[arg-type]
 
 
-def tell_of_indexer(config: Any, tokens: int) -> None:
-    """Warn where a model's own indexer would choose among so many stored tokens: here it is not asked."""
+def tell_of_indexer(config: Any, tokens: int, stored: bool, way: str) -> None:
+    """Warn where a model's own indexer would choose among so many tokens and is not asked. `stored`: its keys
+    are kept; `way`: the method of a prefill or the selector, of which `dense` and `own` ask it.
+    """
     most = getattr(config, "index_topk", None)
-    if isinstance(most, int) and tokens > most:
+    if isinstance(most, int) and tokens > most and not (stored and way in ("dense", "own")):
         message = (
             f"This model learned to attend to the {most:,} tokens that an indexer of its own chooses. Here "
-            "it is not asked: a prefill attends to all tokens, an answer to those that the selector chooses."
+            f"'{way}' chooses instead: prefill with the method dense, and ask with -s own, where it is known."
         )
         warnings.warn(OffloadDecodeWarning(message), stacklevel=3)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from offload_decode.attention.dense import attend_dense
+from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import (
@@ -146,21 +147,50 @@ class PackedLayer(PassLayer):
         self.unattended = self.updated = True
         return tagged, value_states
 
+    @property
+    def index_dim(self) -> int:
+        """Of index keys at the end of a row."""
+        first = self.generated_layers[0]
+        return first.index_dim if isinstance(first, LatentLayer) else 0
+
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """As `LatentLayer.update_indexer`, each segment's to its own rows."""
+        layers: list[Any] = self.generated_layers
+        for layer, keys in zip(layers, torch.split(indexer_key_states, self.tokens, dim=1), strict=True):
+            layer.append_index(keys)
+        RUNNING.current.indexed = self.index, layers
         return torch.zeros_like(indexer_key_states)
 
     def attend(self, query: Tensor, scaling: float, softcap: float | None) -> tuple[AttentionState, ...]:
         """From `query [1, H, total, D]` (latents: absorbed) to each segment's KV and the prefixes: states."""
-        # The generated KV is attended to between these two, as behind one prefix.
-        finishes, start = [], 0
-        for prefix, tokens in self.blocks:
-            part = query[:, :, start : start + tokens]
-            finishes.append(prefix.begin(self.index, part, scaling, softcap))
-            start += tokens
-        parts = zip(self.generated_layers, torch.split(query, self.tokens, dim=2), strict=True)
+        # The generated KV is attended to between these two, as behind one prefix, unless what is chosen of
+        # the stored tokens says what is seen of it.
+        counts = [tokens for _, tokens in self.blocks]
+        asked = RUNNING.current.asked if self.index_dim and self.blocks else None
+        index = [None] * len(counts) if asked is None else asked.packed(self.tokens, counts)
+        queries = zip(self.blocks, torch.split(query, counts, dim=2) if counts else (), index, strict=True)
+        finishes = [
+            prefix.begin(self.index, part, scaling, softcap, own) for (prefix, _), part, own in queries
+        ]
+        stored = [] if asked is None else [finish() for finish in finishes]
+        seen = self._seen(index)
+        parts = zip(self.generated_layers, torch.split(query, self.tokens, dim=2), seen, strict=True)
         generated = _concatenated([_attend_generated(*part, scaling, softcap) for part in parts])
         self.unattended = False
-        return (generated, _concatenated([finish() for finish in finishes])) if finishes else (generated,)
+        stored = stored or [finish() for finish in finishes]
+        return (generated, _concatenated(stored)) if stored else (generated,)
+
+    def _seen(self, index: Sequence[IndexQueries | None]) -> Sequence[Tensor | None]:
+        """Which of its generated tokens a model's own indexer chose for each segment, bool `[1, 1, T, S]`."""
+        chosen = [own if own is None else own.seen() for own in index]
+        if all(own is None for own in chosen):
+            return [None] * len(self.tokens)
+        masks = (
+            ~own.generated.isneginf()[:, None] if mask is None else mask
+            for own, mask in zip(index, chosen, strict=True)
+            if own is not None
+        )
+        return torch.split(torch.cat(list(masks), dim=2), self.tokens, dim=2)
 
     def get_seq_length(self) -> int:
         return self._first + (self._new if self.updated else 0)
@@ -175,14 +205,18 @@ def _packed_layer(index: int, segments: list[Segment], blocks: Sequence[Block]) 
 
 
 def _attend_generated(
-    layer: GeneratedLayer, query: Tensor, scaling: float, softcap: float | None
+    layer: GeneratedLayer, query: Tensor, chosen: Tensor | None, scaling: float, softcap: float | None
 ) -> AttentionState:
-    """From the last tokens of a conversation, `query [1, H, T, D]`, to the generated KV before them."""
+    """From the last tokens of a conversation, `query [1, H, T, D]`, to the generated KV before them, or to
+    what a bool mask `[1, 1, T, S or more]` names as `chosen` of it.
+    """
     tokens = query.shape[2]
     if isinstance(layer, WindowLayer):
         keys, values, mask = layer.near(tokens)
     else:
         keys, values = layer.generated.view()
+        if chosen is not None:
+            return attend_dense(query, keys, values, scaling, chosen[..., : keys.shape[2]], softcap)
         mask = None
         if tokens > 1:
             mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=keys.device)

@@ -6,7 +6,7 @@ A layer keeps what transformers' own cache holds of it after the pass, so no fam
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.compat import DTYPES, cache_name, class_of, text_of, with_cache
 from offload_decode.hf.mla import latent_of
+from offload_decode.hf.own_index import index_of
 from offload_decode.hf.positions import rope_parameters, rotations
 from offload_decode.hf.user_cache import cached
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
-_FORM = 1
+_FORM = 2
 """Version of a cached shape."""
 _LONG_S = 0.1  # shapes that took longer are cached between runs
 _NAME = "offload_decode_observed"
@@ -200,6 +201,9 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
         layers.append(_layer(name, index, layer, seen, chunked))
     # Older releases keep nothing for the last layers where these read the keys of others.
     layers += [LayerShape(LayerKind.NONE)] * (len(types) - len(layers))
+    # Layers that share the choice of another's indexer have room for an index key too: rows have one width.
+    if own := next((own for own in layers if own.index is not None), None):
+        layers = [replace(own, states=each.states) if each.latent else each for each in layers]
     for index, state in enumerate(getattr(cache, "linear_cache", ())):
         if isinstance(state, torch.Tensor):
             layers[index] = LayerShape(LayerKind.NONE, states=(_state("recurrent0", state),))
@@ -251,7 +255,9 @@ def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], 
     latent = latent_of(seen[index][0])
     heads, key_dim, value_dim = keys.shape[1], keys.shape[-1], values.shape[-1]
     if latent is not None and kind is LayerKind.FULL:
-        return LayerShape(kind, 1, latent.dim, latent.dim, None, states, latent=True)
+        own = index_of(seen[index][0], getattr(layer, "indexer_keys", None))
+        dim = latent.dim + (0 if own is None else own.dim)
+        return LayerShape(kind, 1, dim, dim, None, states, latent=True, index=own)
     window = None if kind is LayerKind.FULL else layer.sliding_window
     return LayerShape(kind, heads, key_dim, value_dim, window, states)
 

@@ -164,7 +164,9 @@ class _MemoryPrefix:
             before = self._kv[layer]
             self._kv[layer] = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
-    def begin(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> Finish:
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None, index: object = None
+    ) -> Finish:
         keys, values = (part.expand(len(query), -1, -1, -1) for part in self._kv[layer])
         return partial(attend_dense, query, keys, values, scaling, None, softcap)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.host_dense import layer_rows
+from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.attention.pages_reference import PageBounds
 from offload_decode.attention.rows import LayerRows
 from offload_decode.kv.page_bounds import GrowingBounds
@@ -159,11 +160,17 @@ class Prefix(Protocol):
         """Tokens of the generated KV up to which all of it is attended."""
 
     def begin(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        index: IndexQueries | None = None,
     ) -> Callable[[], AttentionState]:
         """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
-        all of it. Calling what is returned finishes it: work that a device is given in between, such as the
-        attention to the generated KV, runs while the host searches.
+        all of it. `index`: what the model's own indexer asks for the same tokens. Calling what is returned
+        finishes it: work that a device is given in between, such as the attention to the generated KV, runs
+        while the host searches.
         """
 
     def attend_generated(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from offload_decode import selectors
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.plugins import SELECTORS, Extensions
-from offload_decode.config import parse_options
+from offload_decode.config import AUTO, parse_options
 from offload_decode.selectors.budgets import Budget
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ def names() -> list[str]:
 
 
 def get(name: str) -> type[Selector]:
-    """The class of a name. Raises `ConfigError` and `ExtensionError`."""
-    if (found := EXTENSIONS.get(name)) is None:
+    """The class of a name; of `auto` that for a model without an indexer of its own. Raises `ConfigError` and
+    `ExtensionError`.
+    """
+    if (found := EXTENSIONS.get("topk" if name == AUTO else name)) is None:
         raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
     return found
 
@@ -62,8 +64,8 @@ def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelS
     """A selector over a store with options as users write them; raises as `get` does."""
     from offload_decode.selectors.budgeted import Budgeted
 
-    kind = get(name)
-    given = parse_options(kind.options_type, options, f"selector '{name}'")
+    kind = get("own" if name == AUTO and shape.index is not None else name)
+    given = parse_options(kind.options_type, options, f"selector '{kind.name}'")
     budget = Budget(given.budget, given.schedule, given.dense_layers)
     budgets = budget.per_layer(host.length, shape.full_layers, shape.kv_heads)
     return Budgeted(kind(given, host, shape, budgets))

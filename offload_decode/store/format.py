@@ -16,7 +16,7 @@ import numpy.typing as npt
 from offload_decode.common.errors import ConfigError, StoreForeign
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import KEY_DTYPES
-from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
+from offload_decode.types import IndexShape, LayerKind, LayerShape, ModelShape, StateShape
 
 TEXT, OPENING = 4096, 1 << 16
 MOST_TOKENS = 2**31 - 1
@@ -88,7 +88,7 @@ def shape_from(data: Any, version: int, dtypes: Collection[str]) -> ModelShape:
     check("shape.query_heads", data["query_heads"], range(1, _HEADS + 1))
     shapes = tuple(_layer(own, tuple(dtypes)) for own in data["layers"])
     full = [own for own in shapes if own.kind is LayerKind.FULL] or [own for own in shapes if own.local][:1]
-    if len({(own.kv_heads, own.key_dim, own.value_dim, own.latent) for own in full}) != 1:
+    if len({(own.kv_heads, own.key_dim, own.value_dim, own.latent, own.index) for own in full}) != 1:
         raise ValueError("shape.layers has no full layers of one geometry")
     if data["query_heads"] % full[0].kv_heads:
         raise ValueError("shape.query_heads is no multiple of the KV heads")
@@ -100,7 +100,8 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
     heads, channels = (range(1, _HEADS + 1), range(1, _CHANNELS + 1)) if kind != "none" else (range(1),) * 2
     axes = [range(1, _MOST_NUMBERS + 1), range(1, _AXES + 1)]
     state = {"name": str, "shape": axes, "dtype": dtypes}
-    wanted = {
+    data = {"index": None, **data} if isinstance(data, dict) else data
+    wanted: dict[str, Any] = {
         "kind": tuple(LayerKind),
         "kv_heads": heads,
         "key_dim": channels,
@@ -108,8 +109,14 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
         "window": range(2, 2**63) if kind in ("sliding", "chunked") else None,
         "states": [state, range(_STATES + 1)],
         "latent": bool,
+        "index": None,
     }
+    if isinstance(data, dict) and data["index"] is not None:
+        wanted["index"] = {"dim": range(1, _CHANNELS), "topk": range(1, 2**31)}
     check(name, data, wanted)
+    index = None if data["index"] is None else IndexShape(**data["index"])
+    if index is not None and not (data["latent"] and index.dim < data["key_dim"]):
+        raise ValueError(f"index of {name} is no part of a latent's row")
     if data["latent"] and data["key_dim"] != data["value_dim"]:
         raise ValueError(f"latent of {name} is not what its widths say")
     states = tuple(StateShape(own["name"], tuple(own["shape"]), own["dtype"]) for own in data["states"])
@@ -120,7 +127,17 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
             raise ValueError(f"a state of {name} has more than {_MOST_NUMBERS:,} numbers")
     if len({own.name for own in states}) != len(states):
         raise ValueError(f"the states of {name} have one name twice")
-    return LayerShape(**{**data, "kind": LayerKind(data["kind"]), "states": states})
+    return LayerShape(**{**data, "kind": LayerKind(data["kind"]), "states": states, "index": index})
+
+
+def _shape_fields(shape: ModelShape) -> dict[str, Any]:
+    """What `shape_from` reads. Only where there is an index it is said: earlier releases read the others."""
+    fields = asdict(shape)
+    fields["layers"] = [
+        {name: value for name, value in own.items() if name != "index" or value is not None}
+        for own in fields["layers"]
+    ]
+    return fields
 
 
 def _of_version_2(data: dict[str, Any], kinds: list[Any]) -> dict[str, Any]:
@@ -327,7 +344,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values in one order, whatever the order of the inner dicts was."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"shape": asdict(self.shape)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"shape": _shape_fields(self.shape)}
         if self.base is None:  # so that earlier releases read stores without one
             del values["base"]
         ordered: dict[str, Any] = json.loads(json.dumps(values, sort_keys=True, allow_nan=False))

@@ -9,6 +9,7 @@ import pytest
 from offload_decode.cli.eval import app as measures
 from offload_decode.cli.main import app
 from offload_decode.cli.reference import BEGIN, END, PAGE, reference, with_reference
+from offload_decode.config import AUTO
 from offload_decode.selectors import registry
 from tests.documented import shell_lines, understood
 
@@ -49,7 +50,7 @@ def test_the_commands_of_the_documentation_are_understood(page):
             named = params.get("selector") or []
             for selector in [named] if isinstance(named, str) else named:
                 # docs/extending.md adds one and installs another
-                assert selector in [*registry.built_in(), "longest", "longest-keys"]
+                assert selector in [AUTO, *registry.built_in(), "longest", "longest-keys"]
 
 
 def test_an_unknown_option_in_the_documentation_is_found():

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from offload_decode.attention.queries import attend
-from offload_decode.common.errors import OffloadDecodeWarning, UnsupportedModel
+from offload_decode.common.errors import UnsupportedModel
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.mla import Latent, LatentHeads, latent_of
@@ -236,16 +236,6 @@ def test_an_interrupted_pass_leaves_nothing_to_the_next(tmp_path, plain, monkeyp
         alone = model(IDS[:, N:], **with_cache(model, DynamicCache(config=model.config))).logits
         torch.testing.assert_close(alone, plain(IDS[:, N:]).logits, **CLOSE)
     torch.testing.assert_close(logits_of(engine, IDS[:, N:]), plain_logits(plain), **CLOSE)
-
-
-def test_an_indexer_of_the_models_own_is_not_asked(tmp_path, plain):
-    """Which is said, where it would have left something out."""
-    expected = plain_logits(tiny_model("deepseek_v32", index_topk=4096))
-    with pytest.warns(OffloadDecodeWarning, match="attend to the 8 tokens that an indexer"):
-        engine = engine_over(tmp_path / "few", tiny_model("deepseek_v32", index_topk=8))
-    torch.testing.assert_close(logits_of(engine, IDS[:, N:]), expected, **CLOSE)
-    whole = engine_over(tmp_path / "all", tiny_model("deepseek_v32", index_topk=N))
-    torch.testing.assert_close(logits_of(whole, IDS[:, N:]), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("method", ["quoka", "sample", "window"])
