@@ -1,10 +1,11 @@
-"""Answers held to a JSON schema, a regular expression or a Lark grammar, by llguidance: which tokens may come
-next.
+"""Answers held to a JSON schema, a regular expression or a grammar in Lark or GBNF, by llguidance: which
+tokens may come next.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_BYTES = 128 * 1024
+_MOST_GBNF = 16 * 1024
 _KEPT = 32  # compiled grammars of a tokenizer
 _STATES = 20_000  # of a lexer, about 2 kB each
 _STACK = 512 * 1024 * 1024
@@ -147,7 +149,24 @@ def _written(grammar: Mapping[str, Any]) -> str:
             return LLMatcher.grammar_from_regex(_short(regex))
         case {"lark": str(lark)}:
             return LLMatcher.grammar_from_lark(_short(lark))
-    raise WrongField("it must be a JSON schema, a JSON object, a regular expression or a Lark grammar")
+        case {"gbnf": str(gbnf)}:
+            return LLMatcher.grammar_from_lark(_lark(_short(gbnf)))
+    raise WrongField("it must be a JSON schema, a JSON object, a regular expression or a grammar")
+
+
+def _lark(gbnf: str) -> str:
+    """A grammar in Lark as it is, one in llama.cpp's GBNF as Lark. Raises `WrongField`."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    # Empty lines and rules cost that function the square of their number.
+    if len(gbnf) > _MOST_GBNF:
+        raise WrongField(f"the grammar is longer than {_MOST_GBNF // 1024} KiB")
+    try:
+        return any_to_lark(re.sub(r"\n(?:[ \t\r]*\n)+", "\n", gbnf))
+    except RecursionError as error:
+        raise WrongField("the grammar is nested too deeply") from error
+    except Exception as error:  # bare ones, with a reason
+        raise WrongField(f"the grammar is not GBNF: {_sentence(str(error))}") from error
 
 
 def _short(text: str) -> str:

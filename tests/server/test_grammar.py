@@ -94,6 +94,30 @@ def test_a_lark_grammar_and_any_object(loaded):
     assert finish == "length" or isinstance(json.loads(text), dict)
 
 
+def test_a_grammar_in_gbnf(loaded):
+    """llama.cpp's form; one in Lark is taken as it is."""
+    gbnf = 'root ::= word (" and " word)*\n\n\n# of two\nword ::= "fox" | "dog" [0-9]'
+    for seed in range(3):
+        text, _ = written(loaded, grammar={"gbnf": gbnf}, seed=seed, most=2000)
+        assert all(re.fullmatch("fox|dog[0-9]", one) for one in text.split(" and "))
+    assert written(loaded, grammar={"gbnf": 'start: "fox"'}) == ("fox", "stop")
+
+
+@pytest.mark.parametrize(
+    ("gbnf", "says"),
+    [
+        ("root ::= missing", "not GBNF: Rule 'missing' not found"),
+        ('word ::= "a"', "No 'root' rule"),
+        ('root ::= ("a"', "not GBNF: Expected"),
+        ("root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested too deeply"),
+        ("\n" * 200_000, "longer than"),
+    ],
+)
+def test_what_is_no_gbnf_is_refused_with_the_reason(loaded, gbnf, says):
+    with pytest.raises(WrongField, match=says):
+        check_grammar(loaded, {"gbnf": gbnf}, "grammar")
+
+
 def test_the_end_comes_only_where_the_answer_is_whole(loaded):
     held = {"regex": "ab{2,5}"}
     assert written(loaded, favour=END, grammar=held) == ("abb", "stop")

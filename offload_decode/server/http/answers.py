@@ -145,9 +145,9 @@ class StructuredOutputs(Body):
 
     def grammars(self, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Those that are given: the field of each, which stands in `place` for `{}`, and the grammar."""
-        if self.grammar is not None or self.structural_tag is not None:
-            ways = "give a schema, a regular expression or choices"
-            raise WrongField(f"grammars are not taken: {ways}", place.format("grammar"))
+        if self.structural_tag is not None:
+            ways = "give a schema, a regular expression, choices or a grammar"
+            raise WrongField(f"structural tags are not taken: {ways}", place.format("structural_tag"))
         if self.schema_ is not None:
             field = place.format("json")
             yield field, {"json_schema": _parsed(self.schema_, field)}
@@ -156,6 +156,8 @@ class StructuredOutputs(Body):
         if self.choice is not None:
             written = " | ".join(json.dumps(one, ensure_ascii=False) for one in self.choice)
             yield place.format("choice"), {"lark": f"start: {written}"}
+        if self.grammar is not None:
+            yield place.format("grammar"), {"gbnf": self.grammar}
         if self.json_object:
             yield place.format("json_object"), {"json_object": True}
 
@@ -218,6 +220,7 @@ class AnswerBody(AskBody):
     guided_decoding: StructuredOutputs | None = None
     structured_outputs: StructuredOutputs | None = None
     json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
     @property
     def answers(self) -> int:
@@ -242,6 +245,8 @@ class AnswerBody(AskBody):
         found = [] if form is None else [("response_format", form)]
         if self.json_schema is not None:
             found.append(("json_schema", {"json_schema": self.json_schema}))
+        if self.grammar:  # llama.cpp's own clients send an empty one for none
+            found.append(("grammar", {"gbnf": self.grammar}))
         flat = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
         for place, own in (
             ("guided_{}", StructuredOutputs.model_validate(flat)),

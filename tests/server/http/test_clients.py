@@ -54,6 +54,7 @@ def test_what_vllm_holds_answers_to(route, service, url):
         "json": (SCHEMA, {"json_schema": SCHEMA}),
         "regex": ("[ab]+", {"regex": "[ab]+"}),
         "choice": (["yes", 'no "never"'], {"lark": 'start: "yes" | "no \\"never\\""'}),
+        "grammar": ('root ::= "a"', {"gbnf": 'root ::= "a"'}),
     }
     for name, (value, grammar) in held.items():
         assert asked(service, url, route, **more, **{f"guided_{name}": value}).generation.grammar == grammar
@@ -61,7 +62,9 @@ def test_what_vllm_holds_answers_to(route, service, url):
             asked(service, url, route, **more, structured_outputs={name: value}).generation.grammar == grammar
         )
     assert "give one of them" in refused(url, route, **more, guided_regex="a", guided_choice=["a"])
-    assert "grammars are not taken" in refused(url, route, **more, guided_grammar="root ::= a")
+    assert "tags are not taken" in refused(url, route, **more, structured_outputs={"structural_tag": "{}"})
+    assert asked(service, url, route, **more, grammar='root ::= "a"').generation.grammar == held["grammar"][1]
+    assert asked(service, url, route, **more, grammar="").generation.grammar is None
 
 
 def test_history_as_clients_send_it(service, url):
