@@ -1,7 +1,9 @@
 """The tools of the Model Context Protocol, called by its own client: in this process, and over HTTP."""
 
 import asyncio
-from contextlib import AsyncExitStack
+import threading
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 
 import httpx
 import httpx2
@@ -81,18 +83,30 @@ def test_errors_are_sentences_without_paths(tools, shelf):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    ("name", "arguments", "says"),
     [
-        ("ask", {"question": ""}),
-        ("ask", {"question": "x" * (1 << 18)}),
-        ("ask", {"question": "Who?", "store": "x" * 1000}),
-        ("ask", {"question": "Who?", "max_tokens": 0}),
-        ("search_passages", {"query": "Who?", "limit": MOST_PASSAGES + 1}),
-        ("search_passages", {"query": "Who?", "limit": 0}),
+        ("ask", {}, "question: field required"),
+        ("ask", {"question": ""}, "question: string should have at least 1 character"),
+        ("ask", {"question": "x" * (1 << 18)}, "question: string should have at most 131072 characters"),
+        ("ask", {"question": "Who?", "store": "x" * 1000}, "store: string should have at most"),
+        (
+            "ask",
+            {"question": "Who?", "max_tokens": 0},
+            "max_tokens: input should be greater than or equal to 1",
+        ),
+        (
+            "search_passages",
+            {"query": "Who?", "limit": MOST_PASSAGES + 1},
+            "limit: input should be less than",
+        ),
+        ("search_passages", {"query": "Who?", "limit": "many"}, "limit: input should be a valid integer"),
     ],
 )
-def test_arguments_are_bounded(tools, name, arguments):
-    assert "1 validation error" in refused(tools, name, **{"store": "book", **arguments})
+def test_wrong_arguments_are_told_of_in_a_sentence(tools, name, arguments, says):
+    told = refused(tools, name, **{"store": "book", **arguments})
+    assert told.startswith(says)
+    assert "\n" not in told
+    assert "pydantic" not in told
 
 
 def test_over_http_a_key_opens_and_the_tools_are_the_same(service):
@@ -122,3 +136,36 @@ def test_a_body_is_read_up_to_a_limit(serve):
     with listening(create_app(serve(max_body=1000), Access())) as url:
         headers = {"Accept": "application/json, text/event-stream"}
         assert httpx.post(url + PATH, json={"x": "x" * 2000}, headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_call_that_is_given_up_frees_its_work(service, monkeypatch, remote):
+    begun, cancelled, chat = threading.Event(), threading.Event(), service.chat
+
+    def watched(asked, emit):
+        def noted(event):
+            begun.set()
+            emit(event)
+
+        endless = replace(asked, generation=replace(asked.generation, ignore_end=True, max_tokens=-1))
+        ticket = chat(endless, noted)
+        return ticket._replace(cancel=lambda: (cancelled.set(), ticket.cancel()))
+
+    async def given_up(client):
+        call = asyncio.create_task(client.call_tool("ask", {"question": QUESTION, "store": "book"}))
+        assert await asyncio.to_thread(begun.wait, 60)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call
+        assert await asyncio.to_thread(cancelled.wait, 20)
+
+    async def over(server):
+        async with Client(server) as client:
+            await given_up(client)
+
+    monkeypatch.setattr(service, "chat", watched)
+    if remote:
+        with listening(create_app(service, Access())) as url:
+            asyncio.run(over(url + PATH))
+    else:
+        asyncio.run(over(create_server(service)))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 from anyio.to_thread import run_sync
@@ -13,13 +13,13 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp.types import ToolAnnotations
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.applications import Starlette
 
 from offload_decode.server.catalog import Entry
 from offload_decode.server.http.answers import MOST_TOKENS, Name, new_id
 from offload_decode.server.http.app import guard
-from offload_decode.server.http.errors import known_names, refused
+from offload_decode.server.http.errors import invalid, known_names, refused
 from offload_decode.server.http.security import Access
 from offload_decode.server.http.streaming import Events, Start
 from offload_decode.server.requests import AnsweredRequest, Generation, Loading, WrongField
@@ -61,9 +61,22 @@ class CitedAnswer:
     citations: list[CitedDocument]
 
 
+class _Server(MCPServer):
+    """A server that says in a sentence, as over HTTP, what is wrong with a call's arguments."""
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        try:
+            return await super().call_tool(name, arguments, context)
+        except ToolError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            wrong = [{**one, "loc": ("body", *one["loc"])} for one in error.__cause__.errors()]
+            raise ToolError(invalid(wrong, arguments).error.error.message) from error.__cause__
+
+
 def create_server(service: Service) -> MCPServer:
     """The tools of a service, which stays open when the server ends."""
-    server = MCPServer("offload-decode", instructions=_INSTRUCTIONS, version=version("offload-decode"))
+    server = _Server("offload-decode", instructions=_INSTRUCTIONS, version=version("offload-decode"))
 
     @server.tool(annotations=_READS)
     async def ask(
