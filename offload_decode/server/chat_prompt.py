@@ -74,6 +74,9 @@ def chat_tokens(
     read, prompt = read_messages(messages), prompt_with(loaded, stored, options or {})
     known: Known = answer_tokens.of(scope, read) if answer_tokens else []
     called = any(message.calls or message.role == "tool" for message in read)
+    if not any(message.role == "user" for message in read):  # some templates look for one
+        first = next(place for place, message in enumerate(read) if message.role != "system")
+        read = [*read[:first], _USER, *read[first:]]
     if prompt.template == "plain":
         if tools or called:
             raise WrongField("this model has no chat template, and so it knows no tools", "tools")

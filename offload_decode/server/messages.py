@@ -31,12 +31,12 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages from a client, consecutive ones of a role joined; `developer` is `system`.
 
     Raises `WrongField` for a message of the user or the system without content, for calls that are not the
-    assistant's, and where there is no message of the user.
+    assistant's, and where nothing is the user's: neither a message nor what came of a call.
     """
     each = [_read(f"messages[{number}]", message) for number, message in enumerate(messages)]
     # Some clients send an empty message in place of the answer to come.
     read = joined(one for one in each if one.text or one.calls or one.role != "assistant")
-    if not any(message.role == "user" for message in read):
+    if not any(message.role in ("user", "tool") for message in read):
         raise WrongField("there is no message of the user: add one with the role 'user'", "messages")
     return read
 

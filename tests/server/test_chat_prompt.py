@@ -296,6 +296,19 @@ def test_calls_of_tools_stand_as_the_template_puts_them(stored):
     assert chat_tokens(loaded, stored, further, TOOLS, answer_tokens)[: len(known)] == known
 
 
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("before", [[], [called("look")]])
+def test_what_came_of_a_call_is_the_users_turn(stored, before):
+    """Without a word of the user's, as in Anthropic's form; a template may look for one."""
+    looks = (
+        "{% if 'user' not in (messages | map(attribute='role')) %}{{ raise_exception('no user') }}{% endif %}"
+    )
+    loaded = Fake(template=looks + CHAT)
+    text = loaded.text(chat_tokens(loaded, stored, [*before, answered("It is here.")]))
+    assert text.endswith("[tool]It is here.[assistant]")
+    assert text.count("<call>") == len(before)
+
+
 def test_a_template_may_name_the_day():
     loaded = Fake(template=CHAT.replace("<s>", "<s>It is today.</s>"))
     loaded.prompt = prompt_for(tokenizer_of("byte level", "added", CHAT.replace("<s>", "<s>Before.</s>")))

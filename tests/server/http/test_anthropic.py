@@ -7,6 +7,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from offload_decode.server.messages import read_messages
 from offload_decode.server.requests import (
     TEMPLATE_OPTIONS,
     Busy,
@@ -183,6 +184,14 @@ def test_blocks_are_the_messages_of_a_chat(service, url):
         {"role": "user", "content": "And when?"},
         {"role": "system", "content": "Now."},
     ]
+
+
+def test_the_result_of_a_tool_alone_is_a_turn(service, url):
+    used = {"type": "tool_use", "id": "c1", "name": "find", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "Ada"}]}
+    for before in ([], [{"role": "assistant", "content": [used]}]):
+        given, _ = asked(service, url, model="tiny", messages=[*before, result])
+        assert [one.role for one in read_messages(given.messages)][-1] == "tool"
 
 
 def test_what_cannot_be_read_is_passed_over_and_the_answer_says_so(service, url):

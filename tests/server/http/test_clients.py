@@ -149,7 +149,7 @@ def test_a_client_may_ask_for_one_call_at_a_time(service, url, parallel):
 def test_structured_outputs_are_kept_or_refused(service, url):
     given = asked(service, url, structured_outputs={"json_object": True})
     assert given.generation.grammar == {"json_object": True}
-    assert "grammars are not taken" in refused(url, structured_outputs={"structural_tag": "{}"})
+    assert "structural tags are not taken" in refused(url, structured_outputs={"structural_tag": "{}"})
 
 
 def test_responses_pass_over_what_only_openai_has_and_name_it_once(service, url, caplog, monkeypatch):
@@ -260,3 +260,25 @@ def test_formats_of_vllm_and_llama_cpp(route, service, url):
 
 def test_options_may_be_null(service, url):
     assert asked(service, url, options=None).options == {}
+
+
+def test_open_webui_lists_chats_and_asks_for_titles_tags_and_follow_ups(service, url):
+    """The requests that its routers `openai.py` and `tasks.py` make."""
+    headers = {"Authorization": "Bearer none", "X-OpenWebUI-User-Name": "Ada", "X-OpenWebUI-Chat-Id": "c1"}
+    listed = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
+    assert "book" in [model["id"] for model in listed]
+    turns = [*ASKED, {"role": "assistant", "content": "Ada."}, {"role": "user", "content": "And when?"}]
+    chat = {"model": "book", "messages": turns, "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat, headers=headers) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert answer.status_code == 200
+    assert lines[-1] == "data: [DONE]"
+    assert '"usage":{' in lines[-2].replace(" ", "")
+    assert [one["content"] for one in service.tickets[-1].asked.messages] == ["Who?", "Ada.", "And when?"]
+    task = [{"role": "user", "content": "### Task:\nGenerate a concise, 3-5 word title with an emoji."}]
+    for most in ({"max_completion_tokens": 1000}, {"max_tokens": 1000}, {}):
+        metadata = {"task": "title_generation", "task_body": {"messages": turns}, "chat_id": None}
+        body = {"model": "book", "messages": task, "stream": False, **most, "metadata": metadata}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
