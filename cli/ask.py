@@ -123,11 +123,11 @@ def _ask_together(together: Together, question: _Question) -> None:
             if wanted.cite:
                 show([given.text])
             tell_cut(talk.joint.finish, wanted.max_new_tokens, talk.joint.most_new(1))
-            output.note(talk.note())
+            output.note("\n".join(talk.notes()))
         if wanted.cite and not question.as_json:
             output.note("\n".join(filter(None, (talk.carried(), cited_text(given.citations or ())))))
         if question.stats:
-            output.note(describe(cost, talk.joint.talks[0], talk.stored))
+            output.note(describe(cost, talk.joint.talks[0], talk.joint.stored))
 
 
 class _Question(NamedTuple):
@@ -204,15 +204,7 @@ def answer_fields(given: Answer, least: float | None = None) -> dict[str, object
 
 def _differences(manifest: Manifest, asked: str) -> Iterator[str]:
     """How a store differs from one of exact attention, and of the weights that it is `asked` with."""
-    method = manifest.prefill["method"]
-    given = [
-        f"{name}={value}"
-        for name, value in manifest.prefill.items()
-        if name not in ("method", "weights", "system")
-    ]
-    parts = [f"prefilled with {method} ({', '.join(given)})"] if method != "dense" else []
-    parts += [f"{kind} are {form}" for kind, form in manifest.kv.items() if manifest.encoding(kind)]
-    if parts:
+    if parts := manifest.approximations():
         yield f"The store's keys and values are approximate: {output.one_line(', '.join(parts))}."
     if (made := manifest.weights) != "auto":
         other = f", and it was asked with {'full' if asked == 'auto' else asked} weights"
@@ -265,7 +257,7 @@ def cited_text(citations: Sequence[CitedDocument]) -> str:
     return "\n".join(lines)
 
 
-def describe(cost: StepStats, engine: Conversation, stored: int | None = None) -> str:
+def describe(cost: StepStats, engine: Conversation, stored: float | None = None) -> str:
     """What an answer cost. `stored`: tokens before each conversation, where several answered together."""
     stored = engine.prefix.length if stored is None else stored
     attended = cost.selected / max(1, cost.rows)
@@ -278,8 +270,8 @@ def describe(cost: StepStats, engine: Conversation, stored: int | None = None) -
     spent = f"search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, attend {cost.attend_s:.2f}"
     told = {
         "tokens": f"{cost.tokens:,} run (question and answer)",
-        "attended": f"{attended:,.1f} of {stored:,} stored tokens in each step and head "
-        f"({attended / stored:.2%})",
+        "attended": f"{attended:,.1f} of {stored:,.0f} stored tokens in each step and head "
+        f"({attended / max(1, stored):.2%})",
         "speed": f"{1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
         "moved": f"{output.size(cost.bytes_moved)} of stored keys and values{bus}",
         **engine.selector.report(),

@@ -110,7 +110,7 @@ def batch(
     ):
         if together.together is not None:
             together.check(stores, collection)
-            asked = together.assign(read, stores)
+            asked = together.assign(read, stores, collection)
         elif collection is not None:
             asked = collection.assign(read)
         else:

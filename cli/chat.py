@@ -257,7 +257,6 @@ class JointTranscript:
     together: Together
     max_new_tokens: int
     sampler: Sampler
-    turns: list[str] = field(default_factory=list)  # questions
     talk: Talk | None = None
     grounded: float | None = None  # it is told of one store alone
     _held: ExitStack = field(default_factory=ExitStack)
@@ -266,18 +265,22 @@ class JointTranscript:
         """Ask a question and yield the answer; if interrupted, the part that is written stays."""
         if self.talk is None:
             self.talk = self._held.enter_context(self.together.opened(question))
-        self.turns.append(question)
         return self.talk.stream(question, self.max_new_tokens, self.sampler)
+
+    @property
+    def turns(self) -> range:
+        """The questions that were put: one whose run was stopped is none."""
+        return range(0 if self.talk is None else self.talk.joint.asked)
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length, and what it was joined from."""
         assert self.talk is not None, "a question was answered"
         tell_cut(self.talk.joint.finish, self.max_new_tokens, self.talk.joint.most_new(1))
-        output.note(self.talk.note())
+        output.note("\n".join(self.talk.notes()))
 
     def reset(self) -> None:
         self._held.close()
-        self.talk, self.turns = None, []
+        self.talk = None
 
     def save(self, file: Path) -> None:
         """Raises `ConfigError`: a saved conversation is about one store."""

@@ -16,6 +16,7 @@ from offload_decode.config import AUTO, EngineConfig, parse_options, split_pairs
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import Caps
+    from offload_decode.planning.opening import Opener
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
 
@@ -100,6 +101,12 @@ def engine_opener(
     """Opens engines one after another, in a process that is `limited` already or not (`planning.opening`).
     Where answers must be grounded by `least`, a model of which that is not known is refused.
     """
+    opener = opener_of(options, limited)
+    return opener.open if least is None else lambda store: _measured(opener.open(store))
+
+
+def opener_of(options: AskOptions, limited: bool = True) -> Opener:
+    """What opens them, which also opens several that are asked together."""
     caps = options.caps
 
     from offload_decode.cli.compiling import announce_compiling, exit_on_bus_error
@@ -107,8 +114,7 @@ def engine_opener(
 
     announce_compiling()
     exit_on_bus_error()
-    opener = Opener(options.config, caps, limited=limited, tell=output.note)
-    return opener.open if least is None else lambda store: _measured(opener.open(store))
+    return Opener(options.config, caps, limited=limited, tell=output.note)
 
 
 def _measured(engine: Engine) -> Engine:

@@ -43,8 +43,8 @@ def serve(
         list[str] | None,
         opts.argument(
             "STORES",
-            "Stores, and folders of stores, where new stores are picked up automatically. With --on ray "
-            "also URLs of stores in buckets.",
+            "Stores, collections, and folders of these, where new ones are picked up automatically. With "
+            "--on ray also URLs of stores in buckets.",
             autocompletion=opts.stores,
         ),
     ] = None,
@@ -101,8 +101,9 @@ def serve(
 ) -> None:
     """Serve stores to OpenAI clients.
 
-    Each store is a model with the store's name, at http://HOST:PORT/v1; the models of the stores are served
-    too. --max-new-tokens, --temperature, --top-p, --selector and --option are defaults for requests.
+    Each store is a model with the store's name, at http://HOST:PORT/v1, and so is each collection, which
+    answers from several of its documents; the models of the stores are served too. --max-new-tokens,
+    --temperature, --top-p, --selector and --option are defaults for requests.
     """
     places = [(store if on else str(on_this_machine(a_path(store)))) for store in stores or []]
     if replicas is not None and on is None:

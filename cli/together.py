@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.collections import CACHE, AskedCollection
-from offload_decode.cli.limits import AskOptions, engine_opener
+from offload_decode.cli.limits import AskOptions, opener_of
 from offload_decode.cli.options import RETRIEVAL, byte_count, option
 from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import Question, assign
@@ -20,12 +21,9 @@ from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.engine.conversation import Sampler
-    from offload_decode.engine.engine import Engine
     from offload_decode.engine.joint import Joint
+    from offload_decode.planning.opening import Opener
     from offload_decode.types import Answer
-
-LEAST = 0.01  # of an answer: a document that gave less is not named
-JOINS = ("mixture", "product", "pced", "read", "exact")
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class TogetherChoice:
     def __post_init__(self) -> None:
         if self.join is not None and self.together is None:
             raise ConfigError("--join says how --together joins: give --together N too, or leave it out")
-        if self.join is not None and self.join not in JOINS:
-            raise ConfigError(f"there is no --join {self.join}: choose {', '.join(JOINS)}")
+        if self.join is not None and self.join not in (joins := _joins()):
+            raise ConfigError(f"there is no --join {self.join}: choose {', '.join(joins)}")
 
     @property
     def way(self) -> str:
@@ -69,8 +67,11 @@ class TogetherChoice:
         return {} if self.together is None else {"together": self.together, "join": self.way}
 
     def check(self, stores: Sequence[Path], collection: AskedCollection | None) -> None:
-        """Raise `ConfigError` where so many stores are not asked in this way."""
-        count = len(stores)
+        """Raise `ConfigError` where these stores, or so many, are not asked in this way."""
+        count, places = len(stores), [os.path.realpath(store) for store in stores]
+        for store, place in zip(stores, places, strict=True):
+            if self.together is not None and places.count(place) > 1:
+                raise ConfigError(f"the store {store} is given twice, and would count twice: give it once")
         if self.together is None:
             if count > 1:
                 raise ConfigError(
@@ -85,16 +86,36 @@ class TogetherChoice:
         elif collection is not None and (collection.choice.every or collection.choice.top is not None):
             raise ConfigError("--together, --top and --all each say how many documents: leave the others out")
 
-    def assign(self, questions: Sequence[Question], stores: Sequence[Path]) -> dict[str, list[Question]]:
-        """All questions for all stores together. Raises `ConfigError` for a question that names one."""
+    def assign(
+        self, questions: Sequence[Question], stores: Sequence[Path], collection: AskedCollection | None
+    ) -> dict[str, list[Question]]:
+        """The questions by the addresses of the documents that answer each: where others are chosen, because
+        a collection has changed, it is asked again. Those that no document speaks to go to the collection's
+        `unmatched`. Raises `ConfigError` for a question that names its store.
+        """
+        asked: dict[int, str] = {}  # by its line
         for question in questions:
             if question.store is not None or "document" in question.extra:
                 raise ConfigError(
                     f"line {question.line} of the questions names its store or document, and --together asks "
                     "several: leave one of them out"
                 )
-        every = " + ".join(map(str, stores))
-        return assign(questions, [every], lambda question: [every])
+            addresses = [str(store) for store in stores]
+            if collection is not None:
+                entries = collection.documents(question.text, self.together)
+                addresses = [collection.collection.address(entry) for entry in entries]
+            if addresses:
+                asked[question.line] = " + ".join(addresses)
+            elif collection is not None:
+                collection.unmatched.append(question)
+        put = [question for question in questions if question.line in asked]
+        return assign(put, list(dict.fromkeys(asked.values())), lambda question: [asked[question.line]])
+
+
+def _joins() -> Sequence[str]:
+    from offload_decode.collections.together import JOINS
+
+    return JOINS
 
 
 def refuse_others(choice: TogetherChoice, server: bool, workers: bool, grounded: bool) -> None:
@@ -125,11 +146,6 @@ class Talk:
         """An answer as a whole."""
         return self.joint.answer(question, self.weigh(question), most, sampler)
 
-    @property
-    def stored(self) -> int:
-        """Stored tokens before each conversation, on average."""
-        return sum(talk.prefix.length for talk in self.joint.talks) // len(self.joint.talks)
-
     def fields(self) -> dict[str, object]:
         """What JSON says of the last answer beside its text: its documents; where their distributions were
         joined, also their shares of it, and of each token where the answer cites.
@@ -139,27 +155,27 @@ class Talk:
             for name, address in zip(self.names, self.addresses, strict=True)
         ]
         told: dict[str, object] = {"exact": self.way == "exact", "documents": documents}
-        if self._carried:
+        if self._joins:
             for document, share in zip(documents, self.joint.shares(), strict=True):
                 document["share"] = share
             if self.joint.cites:
-                told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried]
-        return {"joined": told}
+                told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried()]
+        return {"joined": told | {"notes": self.notes()}}
 
-    def note(self) -> str:
+    def notes(self) -> list[str]:
         """What a reader of the last answer should know of it."""
-        count = output.count(len(self.names), "document")
-        if self.way == "exact":
-            return f"Answered with exact attention to {count}: {output.some(self.names)}."
-        shares = sorted(zip(self.joint.shares(), self.names, strict=True), reverse=True)
-        given = ", ".join(f"{output.one_line(name)} {share:.0%}" for share, name in shares if share >= LEAST)
-        way = "from passages of" if self.way == "read" else f"by {self.way} from"
-        return f"Joined {way} {count}, with no attention from one to another{given and ': '}{given}."
+        from offload_decode.collections.together import notes
+
+        names = [output.one_line(name) for name in self.names]
+        alone = None if (alone := getattr(self.joint, "alone", None)) is None else names[alone]
+        shares, first = self.joint.shares() if self._joins else (), self.joint.talks[0]
+        manifests = [talk.store.manifest for talk in self.joint.talks]
+        return list(notes(self.way, names, shares, manifests, first.selector.name, alone))
 
     def carried(self) -> str:
         """Runs of the last answer's tokens, each with the document that gave most to them."""
         lines = []
-        for name, run in groupby(self._carried, lambda one: self.names[one[1].index(max(one[1]))]):
+        for name, run in groupby(self._carried(), lambda one: self.names[one[1].index(max(one[1]))]):
             own = list(run)
             share = sum(max(shares) for _, shares in own) / len(own)
             text = " ".join("".join(text for text, _ in own).split())
@@ -167,12 +183,21 @@ class Talk:
         return "\n".join(lines)
 
     @property
+    def _joins(self) -> bool:
+        return bool(self.joint.carried) and self.way != "exact"
+
     def _carried(self) -> list[tuple[str, Sequence[float]]]:
-        """The tokens of the last answer as text, with the share of each document, where there are several."""
-        if self.way == "exact":
+        """The tokens of the last answer, each with the text that it completes and the share of each document,
+        where there are several.
+        """
+        from offload_decode.engine.text import Pieces
+
+        if not self._joins:
             return []
-        decode = self.joint.talks[0].decode
-        return [(decode([one.token]), one.shares) for one in self.joint.carried]
+        pieces, carried = Pieces(self.joint.talks[0].tokenizer), self.joint.carried
+        texts = [pieces.push(one.token) for one in carried]
+        texts[-1] += pieces.rest()
+        return [(text, one.shares) for text, one in zip(texts, carried, strict=True)]
 
 
 @dataclass
@@ -184,10 +209,10 @@ class Together:
     choice: TogetherChoice
     options: AskOptions
     cites: bool = False
-    open_engine: Callable[[str], Engine] = field(init=False)
+    opener: Opener = field(init=False)
 
     def __post_init__(self) -> None:
-        self.open_engine = engine_opener(self.options)
+        self.opener = opener_of(self.options)
 
     @contextmanager
     def opened(self, question: str) -> Iterator[Talk]:
@@ -203,7 +228,6 @@ class Together:
             if self.collection is None:
                 names = addresses = [str(store) for store in self.stores]
                 paths, weigh = list(self.stores), _alike
-                _check_models(paths)
             else:
                 entries = self.collection.documents(question, self.choice.together)
                 if not entries:
@@ -216,7 +240,7 @@ class Together:
                 weigh = partial(weights, self.collection.collection, entries=entries)
             if (way := self.choice.way) == "exact":
                 paths, weigh = [held.enter_context(self._joined(paths))], _alike
-            engines = [self.open_engine(str(path)) for path in paths]
+            engines = self.opener.open_all([str(path) for path in paths])
             if way == "read":
                 joint: Joint = Reading(engines)
             else:
@@ -227,23 +251,10 @@ class Together:
     def _joined(self, stores: Sequence[Path]) -> Iterator[Path]:
         from offload_decode.prefill_jobs.joined import joined_store
 
-        loaded = self.open_engine(str(stores[0])).loaded
+        loaded = self.opener.open_all([str(store) for store in stores])[0].loaded
         with Progress() as progress, joined_store(stores, loaded, byte_count(CACHE), progress) as path:
             yield path
 
 
 def _alike(question: str) -> None:
     """No weights: all stores begin alike."""
-
-
-def _check_models(stores: Sequence[Path]) -> None:
-    """Raise `ConfigError` for stores of several models, before one of them is loaded."""
-    from offload_decode.store.reader import KVStore
-
-    manifests = [KVStore.open(store).manifest for store in stores]
-    for store, own in zip(stores, manifests, strict=True):
-        if own.weights_hash != manifests[0].weights_hash:
-            raise ConfigError(
-                f"{store} was made by {own.model_id}, and {stores[0]} by {manifests[0].model_id}: give "
-                "stores of one model"
-            )

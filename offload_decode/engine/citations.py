@@ -157,16 +157,17 @@ def cite(
     tokenizer: Any,
     most_documents: int = DOCUMENTS,
     most_spans: int = SPANS,
-    opening: int = OPENING,
+    opening: int = 0,
     plain: Mapping[int, float] | None = None,
 ) -> tuple[CitedDocument, ...]:
     """The documents that were attended to and their passages, most attended first; none where attention was
-    spread thinly. `opening`: first tokens that are no document's. `plain`: what a question without content
-    attends to (`Watch.shares`), which is taken off. Raises `ConfigError` for a store that has no tokens.
+    spread thinly. `opening`: first tokens that are no document's; of the first `OPENING`, attention to them
+    does not count. `plain`: what a question without content attends to (`Watch.shares`), which is taken off.
+    Raises `ConfigError` for a store that has no tokens.
     """
     if not isinstance(store, KVStore):
         raise ConfigError("a store in memory has no documents to cite: open one from disk")
-    tokens, mass = watch.beyond(plain or {}, opening)
+    tokens, mass = watch.beyond(plain or {}, max(OPENING, opening))
     mass /= mass.sum() or 1.0
     cited = []
     for one in store.documents:
@@ -185,7 +186,7 @@ def passages(
     """The passages of all documents that were attended to, so many at `most`, most attended first. Raises as
     `cite`.
     """
-    attended = float(watch.beyond(plain, opening)[1].sum())
+    attended = float(watch.beyond(plain, max(OPENING, opening))[1].sum())
     cited = cite(watch, store, tokenizer, most, most, opening, plain)
     spans = [(document.name, span) for document in cited for span in document.spans]
     spans.sort(key=lambda found: -found[1].share)

@@ -285,7 +285,7 @@ class Conversation:
         known = self.prefix.watchable and weights_of(self.loaded.model.config) is not None
         if not (known and isinstance(self.store, KVStore)) or any(one.whole for one in beside):
             return Evidence(question, beside=beside)
-        return Evidence(question, Watch(self.prefix.host), beside, self._opening(self.store))
+        return Evidence(question, Watch(self.prefix.host), beside, max(OPENING, self._opening(self.store)))
 
     def grounds(self, evidence: Evidence) -> float | None:
         """How likely an answer stands in the stored text, 0 to 1; None where that is not known."""

@@ -20,13 +20,13 @@ from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.citations import LEAST, Watch
 from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import without_corpus
-from offload_decode.models.loading import Processors
+from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.types import Answer, CitedDocument, StepStats
 
 BETA, GAMMA = 0.25, 2.5
 """Of `pced`: how much the model without a document is taken off, and how much the weights count."""
 LIGHTEST = 1e-3
-"""A document with less weight drops out: leaving it out changes the mixture by no more than its weight, in
+"""A document with no more weight drops out: leaving it out changes the mixture by no more than its weight, in
 total variation.
 """
 
@@ -70,8 +70,11 @@ class Joint:
 
     A document's weight begins as it is given with each question, and is multiplied after each token by the
     probability that the document gave it: one in which nothing is found loses weight. Below `LIGHTEST` it
-    drops out, until the next question. `carried`: the tokens of the last answer; `finish`: why it ended.
+    then drops out, until the next question. `carried`: the tokens of the last answer; `finish`: why it ended.
     `cites`: what is attended to is watched, for `citations`.
+
+    `answer` runs its own passes; who packs them with others (`server`) begins a question, runs each row of
+    `at_work` through its tokens, and from then on asks for `scores`, takes a token and runs the `turns`.
 
     Raises `ConfigError` for conversations of several models, and for an unknown way.
     """
@@ -81,24 +84,24 @@ class Joint:
             raise ConfigError(f"there is no way '{way}' to join answers: choose {', '.join(WAYS)}")
         if not talks:
             raise ConfigError("no store is given to answer from: give one or more")
-        if any(talk.loaded is not talks[0].loaded for talk in talks):
-            raise ConfigError(
-                "the stores are of several models, whose tokens differ: give stores of one model"
-            )
+        check_alike([talk.loaded for talk in talks])
         self.talks, self.way, self.cites = [talk.fork() for talk in talks], way, cites
         # The model that sees the question alone, for `pced`.
-        self._rows = [*self.talks, *([behind_text(talks[0], "")] if way == "pced" else [])]
+        self.rows = [*self.talks, *([behind_text(talks[0], "")] if way == "pced" else [])]
         self.weights = torch.zeros(len(talks))  # logarithms, of the documents at work
         self.working = list(range(len(talks)))  # the documents that have not dropped out
         self.watches: list[Watch] = []
         self.carried: list[Carried] = []
-        self.finish, self._begun = "stop", False
+        self.finish, self.asked = "stop", 0  # so many questions were put
+        self.stored = 0.0  # tokens before a row of attention, in the mean, of `take_stats`
+        self._obeyed: list[Processors] = []  # of the answer that is being written, one a row
+        self._logs = torch.empty(0)  # of the last `scores`
 
     def fork(self) -> Self:
         """An independent continuation from here, without what the last answer was `carried` by."""
         forked = type(self)(self.talks, self.way, self.cites)
-        forked._rows = [row.fork() for row in self._rows]
-        forked.talks, forked._begun = forked._rows[: len(self.talks)], self._begun
+        forked.rows = [row.fork() for row in self.rows]
+        forked.talks, forked.asked = forked.rows[: len(self.talks)], self.asked
         forked.weights, forked.working = self.weights, list(self.working)
         return forked
 
@@ -133,9 +136,25 @@ class Joint:
     def ask(self, question: str, weights: Sequence[float] | None = None) -> Tensor:
         """Put a question to all: the logits after it, `[K, V]` of the K documents at work (and a row of the
         model alone, for `pced`). `weights`: how well each document speaks to it, 0 where it does not, but not
-        for all of them (None: all alike).
+        for all of them (None: all alike). Who has any weight is asked, and may drop out after a token.
 
         Raises `ConfigError` for other weights, and `ContextEnds`.
+        """
+        turns = [Turn(talk, self.question_tokens(question, talk)) for talk in self.rows]
+        for talk, tokens, _ in turns:
+            talk.check_room(len(tokens))
+        self.begin(weights)
+        for talk, watch in zip(self.talks, self.watches, strict=False):
+            talk.prefix.watches = (watch,)
+        logits = torch.stack(run_turns(self.at_work(turns)))
+        for place in set(range(len(self.talks))) - set(self.working):
+            _follow(*turns[place][:2])
+        self.asked += 1
+        return logits
+
+    def begin(self, weights: Sequence[float] | None = None) -> None:
+        """Take up a question, before it is run: `weights` as for `ask`; `watches` watch nobody yet. Raises
+        `ConfigError`.
         """
         given = torch.ones(len(self.talks)) if weights is None else torch.tensor(weights, dtype=torch.float)
         fits = given.shape == (len(self.talks),) and bool(((given >= 0) & (given < torch.inf)).all())
@@ -144,50 +163,62 @@ class Joint:
                 "each document needs a weight of 0 or more, and one of them a weight above 0: give as many "
                 "as there are documents"
             )
-        turns = [Turn(talk, self.question_tokens(question, talk)) for talk in self._rows]
-        for talk, tokens, _ in turns:
-            talk.check_room(len(tokens))
+        for talk in self.rows:
             talk.selector.reset()
         self.watches = [Watch(talk.prefix.host) for talk in self.talks] if self.cites else []
-        for talk, watch in zip(self.talks, self.watches, strict=False):
-            talk.prefix.watches = (watch,)
-        self.working = list(range(len(self.talks)))
-        self._weigh(given.log().to(self.talks[0].loaded.device))
-        logits = torch.stack(run_turns(self._at_work(turns)))
-        for place in set(range(len(self.talks))) - set(self.working):
-            _follow(*turns[place][:2])
-        self._begun = True
-        return logits
+        self.working, self.carried = list(range(len(self.talks))), []
+        self._weigh(given.log().to(self.talks[0].loaded.device), least=-torch.inf)
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from the logits of `ask` on, until an end token or, without a chat template, the next
         question (neither is yielded), `max_new_tokens`, or the last position that one of the stores serves.
         """
         first, sampler, most = self.talks[0], sampler or Sampler(), self.most_new(max_new_tokens)
-        model, tokenizer, ends = first.loaded.model, first.loaded.tokenizer, first.end_tokens
-        obeyed = [Processors(model, tokenizer, talk.tokens + talk.pending, ends, most) for talk in self._rows]
-        answer, self.carried, self.finish = first.answer_end(), [], "length"
+        self.prepare(most)
+        answer, self.finish = first.answer_end(), "length"
         for step in range(most):
-            changed = [obeys(own) for obeys, own in zip(self._at_work(obeyed), logits, strict=True)]
-            logs = torch.stack(changed).log_softmax(-1)
-            token = int(sampler(self.joined(logs)[None]))
-            if token in ends:
+            token = int(sampler(self.scores(logits)[None]))
+            if token in first.end_tokens:
                 self.finish = "stop"
                 break
-            self._weigh_by(token, logs)
-            self.follow([token])
+            stopped = self.take(token)
             yield from answer.push(token)
-            stopped = [obeys.append(token) for obeys in obeyed]  # all of them take note of it
-            if any(stopped) or answer.reached:
+            if stopped or answer.reached:
                 self.finish = "stop"
                 break
             if step + 1 < most:
-                logits = torch.stack(run_turns([Turn(talk, ()) for talk in self._at_work(self._rows)]))
+                logits = torch.stack(run_turns(self.turns()))
         if answer.reached:
             del self.carried[len(self.carried) - answer.dropped :]
-            for talk in self._rows:
+            for talk in self.rows:
                 talk.take_back(answer.dropped)
         yield from answer.rest()
+
+    def prepare(self, most: int) -> None:
+        """Before an answer of so many tokens at most: what the model's `generation_config` asks of each."""
+        first, self.carried = self.talks[0], []
+        model, tokenizer, ends = first.loaded.model, first.loaded.tokenizer, first.end_tokens
+        self._obeyed = [
+            Processors(model, tokenizer, talk.tokens + talk.pending, ends, most) for talk in self.rows
+        ]
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The joined scores `[V]` of the next token, from the logits `[K, V]` of the rows at work."""
+        obeyed = self.at_work(self._obeyed)
+        changed = [obeys(own) for obeys, own in zip(obeyed, logits, strict=True)]
+        self._logs = torch.stack(changed).log_softmax(-1)
+        return self.joined(self._logs)
+
+    def take(self, token: int) -> bool:
+        """All go on with a token that was picked by the last `scores`; whether the answer ends with it."""
+        self._weigh_by(token, self._logs)
+        self.follow([token])
+        stops = [obeys.append(token) for obeys in self._obeyed]  # all of them take note of it
+        return any(stops)
+
+    def turns(self) -> list[Turn]:
+        """What is to be run after a token."""
+        return [Turn(talk, ()) for talk in self.at_work(self.rows)]
 
     def joined(self, logs: Tensor) -> Tensor:
         """The joined scores `[V]` of the next token, from the log-probabilities of the rows of `ask`."""
@@ -197,48 +228,62 @@ class Joint:
 
     def question_tokens(self, question: str, talk: Conversation) -> list[int]:
         """Token ids of a question as it is put here."""
-        put = talk.prompt.next if self._begun else talk.prompt.first
+        put = talk.prompt.next if self.asked else talk.prompt.first
         return put(talk.tokenizer, question)
 
     def follow(self, tokens: Sequence[int]) -> None:
         """All conversations go on with these tokens, which are run with what comes next."""
-        for talk in self._rows:
+        for talk in self.rows:
             _follow(talk, tokens)
-        self._begun = True
 
     def most_new(self, tokens: int) -> int:
         """So many tokens of an answer, or fewer where the context of one of the stores ends."""
-        return min(talk.most_new(tokens) for talk in self._rows)
+        return min(talk.most_new(tokens) for talk in self.rows)
 
     def shares(self) -> list[float]:
         """What each document gave to the last answer, from 0 to 1: the mean over its tokens."""
         totals = [sum(own) for own in zip(*(one.shares for one in self.carried), strict=True)]
         return [total / len(self.carried) for total in totals] or [0.0] * len(self.talks)
 
+    def leading(self) -> int:
+        """The document that gave most to the last answer, or has the most weight where nothing was said."""
+        if not self.carried:
+            return self.working[int(self.weights.argmax())]
+        shares = self.shares()
+        return shares.index(max(shares))
+
     def citations(self) -> tuple[CitedDocument, ...]:
         """The documents that gave most to the last answer, with the passages that they attended to. Raises as
         `cite`.
         """
+        return tuple(sorted(self.attended(LEAST), key=lambda one: -one.share))
+
+    def attended(self, least: float = 0.0) -> list[CitedDocument]:
+        """The documents that were asked and gave at `least` so much to the last answer, in their order, each
+        with its share of it and the passages that it attended to.
+        """
         found = []
         for talk, watch, share in zip(self.talks, self.watches, self.shares(), strict=True):
-            cited = talk.cited(watch) if share >= LEAST else ()
+            cited = talk.cited(watch) if watch.rows and share >= least else ()
             found += [replace(one, share=one.share * share) for one in cited]
-        return tuple(sorted(found, key=lambda one: -one.share))
-
-    def attended(self) -> list[CitedDocument]:
-        """The documents that were asked, in their order, with the passages that each attended to."""
-        asked = [both for both in zip(self.talks, self.watches, strict=True) if both[1].rows]
-        return [one for talk, watch in asked for one in talk.cited(watch)]
+        return found
 
     def take_stats(self) -> StepStats:
         """The costs of all conversations since they were last taken."""
-        stats = StepStats()
-        for talk in self._rows:
-            stats.add(talk.prefix.take_stats())
+        return self.costs_of(self.rows)
+
+    def costs_of(self, ran: Sequence[Conversation]) -> StepStats:
+        """What these have cost since that was last taken; `stored` is theirs then."""
+        stats, offered = StepStats(), 0
+        for talk in ran:
+            own = talk.prefix.take_stats()
+            offered += own.rows * talk.prefix.length
+            stats.add(own)
+        self.stored = offered / max(1, stats.rows)
         return stats
 
-    def _at_work(self, rows: Sequence[T]) -> list[T]:
-        """Of one for each conversation, those that still run."""
+    def at_work(self, rows: Sequence[T]) -> list[T]:
+        """Of one for each row, those of the documents that have not dropped out, and of the model alone."""
         return [*(rows[place] for place in self.working), *rows[len(self.talks) :]]
 
     def _weigh_by(self, token: int, logs: Tensor) -> None:
@@ -249,12 +294,32 @@ class Joint:
         self.carried.append(Carried(token, tuple(shares.tolist())))
         self._weigh(weights)
 
-    def _weigh(self, weights: Tensor) -> None:
-        """Take the log-weights of those at work, of whom the lightest drop out."""
+    def _weigh(self, weights: Tensor, least: float | None = None) -> None:
+        """Take the log-weights of those at work, of whom the lightest drop out: not above the `least`."""
         weights = weights.log_softmax(0)
-        kept = weights >= min(math.log(LIGHTEST), float(weights.max()))
+        kept = weights > (math.log(LIGHTEST) if least is None else least)
+        kept[weights.argmax()] = True
         self.working = [place for place, stays in zip(self.working, kept.tolist(), strict=True) if stays]
         self.weights = weights[kept].log_softmax(0)
+
+
+def check_alike(models: Sequence[LoadedModel]) -> None:
+    """Raise `ConfigError` unless all are one model, loaded once."""
+    first = models[0]
+    for other in models:
+        if other.weights_hash != first.weights_hash:
+            raise ConfigError(
+                "the stores are of several models, whose tokens differ: give stores of one model"
+            )
+        if other is not first:
+            raise ConfigError(
+                f"the stores are of one model, loaded in two ways ({_form(first)} and {_form(other)}): give "
+                "stores that were prefilled alike"
+            )
+
+
+def _form(loaded: LoadedModel) -> str:
+    return f"{loaded.dtype}, weights {loaded.weights}{loaded.scaled and ', rope '}{loaded.scaled}"
 
 
 def _follow(talk: Conversation, tokens: Sequence[int]) -> None:

@@ -17,14 +17,16 @@ PASSAGES = 2
 
 
 class Reading(Joint):
-    """Conversations behind different stores, whose passages are read together for each answer; `passages`:
-    those of the last one, in the order of the documents.
+    """Conversations behind different stores, whose passages are read together for each answer. `passages`:
+    those of the last one, in the order of the documents, each with what its document gave to the joint draft;
+    where none was found, `alone` is the document that gave most, which answered by itself.
     """
 
     def __init__(self, talks: Sequence[Conversation], way: str = "mixture", cites: bool = True):
         super().__init__(talks, way, cites=True)
         self.passages: list[CitedDocument] = []
-        self._stats = StepStats()
+        self.alone: int | None = None
+        self._ran: list[Conversation] = []
 
     def tokens(
         self, question: str, weights: Sequence[float] | None, max_new_tokens: int, sampler: Sampler | None
@@ -34,15 +36,17 @@ class Reading(Joint):
         for _ in draft.generate(draft.ask(question, weights), DRAFT_TOKENS):
             pass
         self.passages = draft.attended()
-        text = "\n\n".join(
-            f"{document.name}: {span.text}"
-            for document in self.passages
-            for span in document.spans[:PASSAGES]
-        )
-        reader, asked = behind_text(first, text), self.question_tokens(question, first)
-        said = [*first.tokens, *first.pending, *asked]
+        asked, text = self.question_tokens(question, first), text_of(self.passages)
+        self.alone = None if text else draft.leading()
+        if self.alone is None:
+            reader: Conversation = behind_text(first, text)
+            said = [*first.tokens, *first.pending, *asked]
+        else:
+            reader, said = self.talks[self.alone].fork(), asked
+            reader.selector.reset()
         reader.check_room(len(said))
         logits, written = reader.extend(said), list[int]()
+        self.asked += 1
         try:
             for token in reader.generate(logits, max_new_tokens, sampler):
                 written.append(token)
@@ -50,16 +54,18 @@ class Reading(Joint):
         finally:  # where it is stopped, the part that is written stays
             self.finish = reader.finish
             self.follow([*asked, *written])
-            for cost in (draft.take_stats(), reader.prefix.take_stats()):
-                self._stats.add(cost)
+            self._ran = [*draft.rows, reader]
 
     def citations(self) -> tuple[CitedDocument, ...]:
         """The documents whose passages were read, with these."""
         return tuple(self.passages)
 
     def take_stats(self) -> StepStats:
-        """The costs since they were last taken."""
-        stats = super().take_stats()
-        stats.add(self._stats)
-        self._stats = StepStats()
-        return stats
+        """The costs of the last answer, since they were last taken."""
+        return self.costs_of(self._ran)
+
+
+def text_of(passages: Sequence[CitedDocument]) -> str:
+    """The passages as the text that is read; empty where there are none."""
+    spans = [(one.name, span.text) for one in passages for span in one.spans[:PASSAGES]]
+    return "\n\n".join(f"{name}: {text}" for name, text in spans if text)

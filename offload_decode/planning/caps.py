@@ -71,9 +71,9 @@ def planned_ask(
     return plan(replace(estimate, dtype=manifest.dtype), request, here(config.device, caps, held))
 
 
-def check_ask(asked: Plan, caps: Caps) -> list[str]:
+def check_ask(asked: Plan, caps: Caps, what: str = "asking this store") -> list[str]:
     """Whether a store can be asked; returns what to know beforehand, as sentences. Raises `DoesNotFit`."""
-    return _judged(asked, asked.asking, "asking this store", caps)
+    return _judged(asked, asked.asking, what, caps)
 
 
 def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> int:

@@ -1,4 +1,5 @@
-"""The names that a server answers to: one for each store, and one for each model without a corpus.
+"""The names that a server answers to: one for each store, one for each collection, and one for each model
+without a corpus.
 
 A request names an entry and nothing else: no path comes from outside. Folders of stores are watched, so that
 new stores are picked up automatically.
@@ -20,12 +21,15 @@ from typing import Any
 from unicodedata import normalize
 
 from offload_decode import demo_models
+from offload_decode.collections.collection import Collection
+from offload_decode.collections.journal import DOCUMENTS
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 from offload_decode.hf.rope_scaling import Trained
 from offload_decode.kv.indexes import OLD, PARTIAL, describe, kind_folder
 from offload_decode.server.requests import NoSuchName
 from offload_decode.store.files import SEAL
 from offload_decode.store.format import Manifest
+from offload_decode.store.layout import COLLECTION as HEADER
 from offload_decode.store.layout import ROOT
 from offload_decode.store.reader import KVStore
 
@@ -43,7 +47,7 @@ _LONGEST = 255
 
 @dataclass(frozen=True)
 class Entry:
-    """A store under its name, or the bare model where `path` is None.
+    """A store under its name, a `collection` of them, or the bare model where `path` is None.
 
     `model_id`, `dtype`, `weights`, `scaled` and `adapter` are how the model is loaded. `created` is when the
     store was published, in seconds since 1970. `digest` is that of the store (`KVStore`), empty for a bare
@@ -67,6 +71,11 @@ class Entry:
     digest: str = ""
     recall: float | None = None
     identity: object = None
+    collection: bool = False
+
+    @property
+    def is_store(self) -> bool:
+        return self.path is not None and not self.collection
 
     @classmethod
     def of(cls, manifest: Manifest, path: Path, **more: Any) -> Entry:
@@ -84,11 +93,14 @@ class Entry:
         return readable(_with(model if is_id else _last(model), self.adapter))
 
 
-def _is_store(path: Path) -> bool:
-    return os.path.lexists(path / ROOT)
+def _is_served(path: Path) -> bool:
+    """A store, or a collection of them."""
+    return os.path.lexists(path / ROOT) or os.path.lexists(path / HEADER)
 
 
 def _read(path: Path, identity: object) -> Entry:
+    if os.path.lexists(path / HEADER):
+        return _collection(path, identity)
     store = KVStore.open(path)
     manifest, recall = store.manifest, None
     if kind_folder(path, _SEARCHED).is_dir():
@@ -103,6 +115,32 @@ def _read(path: Path, identity: object) -> Entry:
         recall=recall,
         identity=identity,
     )
+
+
+def _collection(path: Path, identity: object) -> Entry:
+    opened = Collection(path)
+    header = opened.header
+    return Entry(
+        readable(normalize("NFC", path.name)),
+        path,
+        header.model_id,
+        header.dtype,
+        header.weights,
+        scaled=str(header.settings.get("rope") or ""),
+        documents=len(opened.entries),
+        tokens=sum(entry.tokens for entry in opened.entries),
+        created=int(os.stat(path / DOCUMENTS).st_mtime),
+        identity=identity,
+        collection=True,
+    )
+
+
+def document_entry(name: str, path: Path) -> Entry:
+    """A store that has no name in the catalog, such as that of a collection's document. Raises as
+    `KVStore.open`.
+    """
+    opened = KVStore.open(path)
+    return replace(Entry.of(opened.manifest, path, digest=opened.store_digest), name=name)
 
 
 def _stat(path: Path) -> tuple[int, int, int, int] | None:
@@ -138,7 +176,8 @@ def _changes(folders: list[Path], stop: Event) -> Iterator[object]:
 
 
 class Catalog:
-    """Watches `places`, which are stores or folders of stores, from a thread of its own, until `close`.
+    """Watches `places`, which are stores, collections or folders of these, from a thread of its own, until
+    `close`.
 
     `model` is served without a corpus beside the models of the stores. Of stores with one name in several
     folders, the first one that is found has it until it goes; others have a few letters more, which are
@@ -151,7 +190,7 @@ class Catalog:
         for place in self._places:
             if not place.is_dir():
                 raise ConfigError(f"there is no store and no folder at {place}: give one, or make it first")
-        self.folders = tuple(place for place in self._places if not _is_store(place))
+        self.folders = tuple(place for place in self._places if not _is_served(place))
         self._known: dict[Path, Entry] = {}
         self._problems: dict[Path, str] = {}
         # A folder by its whole path, as the manifests of stores have it.
@@ -170,7 +209,7 @@ class Catalog:
         self._thread.start()
 
     def entries(self) -> tuple[Entry, ...]:
-        """All there is: stores in the order of the places, then bare models."""
+        """All there is: stores and collections in the order of the places, then bare models."""
         return self._entries
 
     def entry(self, name: str) -> Entry:
@@ -229,7 +268,14 @@ class Catalog:
         problems: dict[Path, str] = {}
         for path in dict.fromkeys(self._paths(problems)):
             try:
-                identity = tuple(map(_stat, (path, path / ROOT, path / SEAL, kind_folder(path, _SEARCHED))))
+                parts = (
+                    path / ROOT,
+                    path / SEAL,
+                    kind_folder(path, _SEARCHED),
+                    path / HEADER,
+                    path / DOCUMENTS,
+                )
+                identity = tuple(map(_stat, (path, *parts)))
                 known = before.get(path)
                 if known is None or known.identity != identity:
                     known = _read(path, identity)
@@ -247,7 +293,7 @@ class Catalog:
     def _paths(self, problems: dict[Path, str]) -> Iterator[Path]:
         for place in self._places:
             if place not in self.folders:
-                if _is_store(place):
+                if _is_served(place):
                     yield place
                 continue
             try:
@@ -256,7 +302,7 @@ class Catalog:
                 problems[place] = error.strerror or str(error)
                 continue
             for name in names:
-                if not name.startswith(".") and not name.endswith(_NO_STORES) and _is_store(place / name):
+                if not name.startswith(".") and not name.endswith(_NO_STORES) and _is_served(place / name):
                     yield place / name
 
     def _under_names(self, stores: dict[Path, Entry]) -> tuple[Entry, ...]:

@@ -103,8 +103,9 @@ class Jobs:
     def store(self, name: str) -> tuple[Entry, Path]:
         """A store, and where it lies. Raises `NoSuchName`."""
         entry = self._catalog.entry(name)
-        if entry.path is None:
-            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
+        if entry.path is None or entry.collection:
+            what = "a collection" if entry.collection else "a model without a corpus"
+            raise NoSuchName(f"'{entry.name}' is {what}, and no store")
         return entry, entry.path
 
     def keep(self, name: str, **said: Any) -> None:

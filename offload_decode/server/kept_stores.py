@@ -85,7 +85,7 @@ class KeptStores:
 
     def use(self, entry: Entry) -> None:
         """Note that a store is used now."""
-        if entry.path is None:
+        if entry.path is None or entry.collection:
             return
         self._used[entry.path] = now = time.time()
         with suppress(ConfigError, OSError):  # nothing was said of it, or nothing can be written

@@ -285,17 +285,17 @@ class Releases:
         self._closed: set[str] = set()
 
     @contextmanager
-    def asking(self, name: str) -> Iterator[None]:
-        """While a request for a name is begun. Raises `Loading` while its store is being replaced."""
+    def asking(self, *names: str) -> Iterator[None]:
+        """While a request for names is begun. Raises `Loading` while a store of theirs is being replaced."""
         with self._lock:
-            if name in self._closed:
+            for name in self._closed.intersection(names):
                 raise Loading(f"'{name}' is being replaced: try again in a moment", 1)
-            self._beginning[name] += 1
+            self._beginning += Counter(names)
         try:
             yield
         finally:
             with self._lock:
-                self._beginning -= Counter([name])  # which drops those at 0: names are what clients write
+                self._beginning -= Counter(names)  # which drops those at 0: names are what clients write
 
     @contextmanager
     def released(self, name: str) -> Iterator[None]:

@@ -128,7 +128,7 @@ class Replica:
     async def ask(self, scope: Mapping[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
         """Answer a request; see `front.Replicas`."""
         name = _serve().get_multiplexed_model_id()
-        stores = {entry.name for entry in self.service.catalog.entries() if entry.path}
+        stores = {entry.name for entry in self.service.catalog.entries() if entry.is_store}
         app: ASGIApp = self.app
         try:
             if name in {STORES, *stores}:

@@ -38,12 +38,17 @@ class Generation:
     ignore_end: bool = False
 
 
+Join = Literal["mixture", "product", "pced", "read", "exact"]
+"""How several documents become one answer: `collections.together`."""
+
+
 @dataclass(frozen=True)
 class AskOptions:
     """Who is asked, and how, whatever the prompt is.
 
     model: a name of the catalog. n: answers. selector: None for the server's own. deadline_s: seconds from
-    submission on. cite: keep what the answer attended to.
+    submission on. cite: keep what the answer attended to. together: how many documents of a collection, or
+    the names of which stores, answer as one; join: in which way.
     """
 
     id: str
@@ -54,6 +59,8 @@ class AskOptions:
     options: Mapping[str, object] = field(default_factory=dict)
     deadline_s: float | None = None
     cite: bool = False
+    together: int | tuple[str, ...] | None = None
+    join: Join | None = None
 
 
 @dataclass(frozen=True)
@@ -144,13 +151,37 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class JoinedDocument:
+    """A document that answered among others. store: what clients call its store. share: what it gave to the
+    answer, 0 to 1, where distributions were joined.
+    """
+
+    document: str
+    store: str
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How several documents gave one answer; `exact` where they were prefilled as one text."""
+
+    join: Join
+    exact: bool
+    documents: tuple[JoinedDocument, ...]
+
+
+@dataclass(frozen=True)
 class Done:
-    """All answers are whole: nothing more comes. `stats` is this request's part of what its passes cost."""
+    """All answers are whole: nothing more comes. `stats` is this request's part of what its passes cost;
+    `notes` say what is approximate in an answer that was `joined`.
+    """
 
     usage: Usage
     stats: StepStats
     citations: tuple[CitedDocument, ...] | None = None
     passages: tuple[Passage, ...] = ()
+    joined: Joined | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,12 @@ class Picker:
         """The next token from `logits [V]`, which stay as they are. Its log-probability is the model's own:
         at temperature 1, of the logits before anything is changed, as vLLM's `raw_logprobs`.
         """
-        changed = self._processors(logits)
+        return self.choose(self._processors(logits), logits)
+
+    def choose(self, changed: Tensor, logits: Tensor) -> Scored:
+        """`pick` from what the `generation_config` made of the logits: of a joint answer, from joined scores
+        `[V]`, which are then those of its log-probability too.
+        """
         if self._added is not None:
             changed = changed + self._added
         if self._grammar is not None:

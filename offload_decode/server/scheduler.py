@@ -18,12 +18,13 @@ from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import give_back
 from offload_decode.engine.batching import packing_key, run_turns
 from offload_decode.selectors.budgets import PASS_TOKENS
+from offload_decode.server.joint_request import Joining, JointRequest
 from offload_decode.server.loaded_models import Target
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.prefix_cache import PrefixCache
-from offload_decode.server.requests import Busy, Done, Emit, Failed, Request, Settings, TimedOut, TooLarge
+from offload_decode.server.requests import Busy, Emit, Failed, Request, Settings, TimedOut, TooLarge
 from offload_decode.server.sequences import RunningRequest, ScheduledTurn
-from offload_decode.types import Passage, StepStats
+from offload_decode.types import StepStats
 
 LOG = logging.getLogger("offload_decode.server")
 LEAST_SHARE = 16
@@ -56,18 +57,22 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, target: Target, emit: Emit) -> Ticket:
-        """Take on a request; its events go to `emit`, from the scheduler's threads, one after another.
+    def submit(self, request: Request, target: Target | Joining, emit: Emit) -> Ticket:
+        """Take on a request to a target, or to several that answer together; its events go to `emit`, from
+        the scheduler's threads, one after another.
 
         Raises `Busy` where too many wait, and `TooLarge` for what can never run.
         """
-        running = RunningRequest(request, target, emit, self.metrics.watch(target.entry.name))
+        if isinstance(target, Joining):
+            running: RunningRequest = JointRequest(request, target, emit, self.metrics.watch(target.name))
+        else:
+            running = RunningRequest(request, target, emit, self.metrics.watch(target.entry.name))
         settings, tokens = self.settings, len(request.tokens)
         try:
             if tokens > settings.max_prompt:
                 most = f"{settings.max_prompt:,}"
                 raise TooLarge(f"the prompt has {tokens:,} tokens, and this server takes {most}")
-            if request.n > settings.max_running:
+            if running.width > settings.max_running:
                 raise TooLarge(f"this server writes at most {settings.max_running} answers at a time")
             if running.bytes > settings.running_bytes:
                 raise TooLarge("this needs more memory than there is: ask for fewer tokens, or fewer answers")
@@ -92,7 +97,7 @@ class Scheduler:
     def uses(self, name: str) -> bool:
         """Whether a name is being answered from, or an answer of it is being put away."""
         with self._changed:
-            if any(one.target.entry.name == name for one in (*self._running, *self._waiting)):
+            if any(name in one.names for one in (*self._running, *self._waiting)):
                 return True
         with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
             self._ending.submit(int).result()  # all that has ended before is put away then
@@ -175,16 +180,13 @@ class Scheduler:
                 first = self._waiting[0]
                 together = [*self._running, first]
                 if (
-                    sum(one.request.n for one in together) > self.settings.max_running
+                    sum(one.width for one in together) > self.settings.max_running
                     or sum(one.bytes for one in together) > self.settings.running_bytes
                 ):
                     return
                 self._running.append(self._waiting.popleft())
             try:
-                # Each token that is scored, or whose passages are wanted, must be run.
-                every = first.request.prompt_logprobs is not None or first.request.passages
-                key, tokens = first.target.key, first.request.tokens
-                first.begin(None if every else self.prefix_cache.take(key, tokens))
+                first.begin(self.prefix_cache)
             except Exception as error:  # noqa: BLE001  # of this request alone
                 self._fail(first, error)
 
@@ -245,15 +247,11 @@ class Scheduler:
     def _end(self, running: RunningRequest) -> None:
         """Cache the turn, and find its citations, or its passages."""
         try:
-            cited, passages = None, tuple[Passage, ...]()
-            if running.watch is not None and (most := running.request.passages):
-                passages = running.target.start.found(running.watch, most)
-            elif running.watch is not None:
-                cited = running.target.start.cited(running.watch)
-            for one in reversed(running.sequences):  # so that the first answer's is the last used
-                one.conversation.prefix.watches = ()
-                self.prefix_cache.keep(running.target.key, one.conversation)
-            running.emit(Done(running.usage, running.stats, cited, passages))
+            done = running.ended()
+            for key, conversation in running.turns_run():
+                conversation.prefix.watches = ()
+                self.prefix_cache.keep(key, conversation)
+            running.emit(done)
         except Exception as error:
             LOG.exception("the end of a request failed")
             running.emit(Failed(error))

@@ -24,7 +24,8 @@ from offload_decode.planning.sizes import generated_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics
 from offload_decode.server.loaded_models import Target
-from offload_decode.server.requests import Delta, Emit, Ended, Event, Prompted, Request, Scored, Usage
+from offload_decode.server.prefix_cache import PrefixCache, PrefixKey
+from offload_decode.server.requests import Delta, Done, Emit, Ended, Event, Prompted, Request, Scored, Usage
 from offload_decode.server.sampling import Picker, scored, vocabulary_of
 from offload_decode.types import StepStats
 
@@ -119,6 +120,8 @@ class RunningRequest:
     """
 
     def __init__(self, request: Request, target: Target, emit: Emit, followed: metrics.Watch):
+        self.names = frozenset([target.entry.name])  # of the catalog, that must stay while it runs
+        self.width = request.n  # conversations that run at the same time
         self.request = request
         self.target = target
         self.cancelled = False
@@ -156,7 +159,7 @@ class RunningRequest:
     @property
     def done(self) -> bool:
         """All answers are whole."""
-        return not self._rest and all(one.finish is not None for one in self.sequences)
+        return not self.prompting and all(one.finish is not None for one in self.sequences)
 
     @property
     def usage(self) -> Usage:
@@ -170,15 +173,18 @@ class RunningRequest:
         """Memory that its tokens may come to."""
         loaded, request = self.target.loaded, self.request
         most = request.generation.max_tokens or 0
-        most_bytes = request.n * generated_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
+        most_bytes = self.width * generated_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
         if request.prompt_logprobs is not None and self.target.start.pass_tokens > PASS_TOKENS:
             # All logits of a question that runs whole are there at once, and once more as they are joined.
             most_bytes += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)
         return most_bytes
 
-    def begin(self, cached: Conversation | None) -> None:
+    def begin(self, cache: PrefixCache) -> None:
         """Continue a cached conversation of the prompt's first tokens, or begin behind the stored prefix."""
         self.followed.started()
+        # Each token that is scored, or whose passages are wanted, must be run.
+        every = self.request.prompt_logprobs is not None or self.request.passages
+        cached = None if every else cache.take(self.target.key, self.request.tokens)
         self._conversation = conversation = cached or self.target.start.fork()
         self._cached = len(conversation.tokens)
         self._rest = self.request.tokens[self._cached :]
@@ -197,6 +203,19 @@ class RunningRequest:
             for one in self.sequences
             if one.finish is None
         ]
+
+    def ended(self) -> Done:
+        """What is told in the end, once all answers are whole. It may take a pass, for citations."""
+        start, watch = self.target.start, self.watch
+        if watch is None:
+            return Done(self.usage, self.stats)
+        if most := self.request.passages:
+            return Done(self.usage, self.stats, passages=start.found(watch, most))
+        return Done(self.usage, self.stats, start.cited(watch))
+
+    def turns_run(self) -> list[tuple[PrefixKey, Conversation]]:
+        """Conversations that later turns may continue; that of the first answer is the last."""
+        return [(self.target.key, one.conversation) for one in reversed(self.sequences)]
 
     def emit(self, event: Event) -> None:
         """Send an event to the client, unless it has gone."""
@@ -240,20 +259,26 @@ class RunningRequest:
 
     def _answer(self, logits: Tensor) -> None:
         """The prompt is whole: the first token of each answer."""
-        request, first, loaded = self.request, self.conversation, self.target.loaded
+        request, first = self.request, self.conversation
         if not (most := self._most):
             for index in range(request.n):
                 self.emit(Ended(index, "length"))
             return
         for index, conversation in enumerate([first, *(first.fork() for _ in range(request.n - 1))]):
-            ends = conversation.end_tokens
-            picker = Picker(loaded, conversation.tokens, ends, request.generation, most, index)
-            text = Text(loaded.known_tokenizer, self._stops, request.raw, request.shown)
             evidence = self._evidence.fork() if index else self._evidence
             conversation.prefix.watches = evidence.observers
-            one = RunningSequence(index, conversation, picker, text, most, ends, evidence)
-            self.sequences.append(one)
-            self._take(one, logits)
+            self._begin(conversation, index, most, evidence, logits)
+
+    def _begin(
+        self, conversation: Conversation, index: int, most: int, evidence: Evidence, logits: Tensor
+    ) -> None:
+        """The first token of an answer of so many at `most`."""
+        request, loaded, ends = self.request, self.target.loaded, conversation.end_tokens
+        picker = Picker(loaded, conversation.tokens, ends, request.generation, most, index)
+        text = Text(loaded.known_tokenizer, self._stops, request.raw, request.shown)
+        one = RunningSequence(index, conversation, picker, text, most, ends, evidence)
+        self.sequences.append(one)
+        self._take(one, logits)
 
     @property
     def _stops(self) -> tuple[str, ...]:
@@ -264,20 +289,28 @@ class RunningRequest:
 
     def _take(self, one: RunningSequence, logits: Tensor) -> None:
         """Pick the next token of an answer, and send it."""
-        picked = one.picker.pick(logits)
+        picked = self._pick(one, logits)
         if picked.token in one.ends and not self.request.generation.ignore_end:
             if self.request.raw and self.request.generation.top_logprobs is not None:
                 self.emit(Delta(one.index, "", (picked,)))  # whoever scores a text counts on a token after it
             self._end(one, "stop")
             return
-        one.evidence.add(picked.token)
-        one.conversation.prefix.watches = one.evidence.observers
-        one.token, one.tokens = picked.token, one.tokens + 1
-        text = one.text.push(picked.token)
-        whole = one.picker.append(picked.token) or one.text.stopped is not None
+        text, ends = one.text.push(picked.token), self._follow(one, picked.token)
+        one.tokens += 1
+        whole = ends or one.text.stopped is not None
         self.emit(Delta(one.index, text, (picked,)))
         if whole or one.tokens == one.most:
             self._end(one, "stop" if whole else "length")
+
+    def _pick(self, one: RunningSequence, logits: Tensor) -> Scored:
+        return one.picker.pick(logits)
+
+    def _follow(self, one: RunningSequence, token: int) -> bool:
+        """The answer goes on with a token; whether it ends with it."""
+        one.evidence.add(token)
+        one.conversation.prefix.watches = one.evidence.observers
+        one.token = token
+        return one.picker.append(token)
 
     def _end(self, one: RunningSequence, finish: Literal["stop", "length"]) -> None:
         if rest := one.text.rest():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from offload_decode.engine.reading import DRAFT_TOKENS
 from offload_decode.engine.text import decode
 from offload_decode.planning.sizes import generated_bytes
 from offload_decode.server.catalog import Catalog
@@ -21,6 +22,7 @@ from offload_decode.server.chat_prompt import (
     text_ids,
 )
 from offload_decode.server.jobs import Jobs
+from offload_decode.server.joint_request import Joining
 from offload_decode.server.loaded_models import LoadedModels, Releases, Target
 from offload_decode.server.matching import Matcher
 from offload_decode.server.messages import answer_object, read_messages
@@ -33,6 +35,7 @@ from offload_decode.server.requests import (
     Done,
     Emit,
     Event,
+    Generation,
     Request,
     Settings,
     TooLarge,
@@ -40,6 +43,7 @@ from offload_decode.server.requests import (
 )
 from offload_decode.server.sampling import check_generation
 from offload_decode.server.scheduler import Scheduler, Ticket
+from offload_decode.server.together import Reading, Together
 from offload_decode.server.tool_calls import calls_apart, choice_of
 
 LETTERS = 16
@@ -89,6 +93,7 @@ class Service:
         self.prefix_cache = PrefixCache(settings.generated_bytes)
         self.loaded_models = LoadedModels(settings, lambda key: self.prefix_cache.drop(key=key))
         self.scheduler = Scheduler(settings, self.prefix_cache, self.metrics)
+        self.together = Together(catalog, self.loaded_models, settings)
         self.answer_tokens = AnswerTokens()
         self.matcher = Matcher()
         self.releases = Releases(self.scheduler.uses, self._close)
@@ -114,8 +119,12 @@ class Service:
         Raises `NoSuchName`, `Loading`, `Busy`, `TooLarge`, `WrongField`, and what opening a store raises.
         """
         asked = self._matched(asked)
-        with self.releases.asking(asked.model):
-            target = self._target(asked)
+        named = asked.together if isinstance(asked.together, tuple) else ()
+        with self.releases.asking(asked.model, *named):
+            turns = read_messages(asked.messages)
+            questions = [one.text for one in turns if one.role == "user"]
+            joining = self.together.joining(asked, questions[0], questions[-1])
+            target = self._target(asked) if joining is None else joining.targets[0]
             scope = target.entry.model_id
             loaded, stored = target.loaded, target.stored
             grammar, parallel = asked.generation.grammar, asked.parallel_calls
@@ -126,8 +135,7 @@ class Service:
             tokens = chat_tokens(loaded, stored, asked.messages, tools, self.answer_tokens, scope, options)
             keep = partial(keep_answer, loaded, asked.messages, answer_tokens=self.answer_tokens, scope=scope)
             emit = _recorded(emit, keep)
-            turns = read_messages(asked.messages)
-            more: dict[str, Any] = {"question": next(one.text for one in turns[::-1] if one.role == "user")}
+            more: dict[str, Any] = {"question": questions[-1]}
             if choice is not None:
                 emit, more["shown"] = calls_apart(emit, choice.form, choice.names), choice.shown
                 if choice.grammar is not None:
@@ -135,7 +143,9 @@ class Service:
             free = asked.generation.grammar is None and asked.messages[-1]["role"] != "assistant"
             if asked.separate_reasoning and free and marks_reasoning(loaded):
                 emit = reasoning_apart(emit, prompt_with(loaded, stored, options))
-            return self._submit(asked, target, tokens, emit, **more)
+            if joining is None:
+                return self._submit(asked, target, tokens, emit, **more)
+            return self._submit_together(asked, joining, tokens, emit, more)
 
     def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
         """Ask for the continuation of a text; its events go to `emit`. Raises as `chat`."""
@@ -197,6 +207,7 @@ class Service:
     def close(self, grace_s: float = 0.0) -> None:
         """Take no more requests; answers that are being written have so many seconds to end."""
         self.scheduler.close(grace_s)
+        self.together.close()
         self.jobs.close()  # an append may have waited for answers to end
         self.loaded_models.close()
         self.catalog.close()
@@ -222,6 +233,9 @@ class Service:
 
     def _target(self, asked: AskOptions) -> Target:
         entry = self.catalog.entry(asked.model)
+        if entry.collection or asked.together is not None or asked.join is not None:
+            message = "documents answer a chat together, and nothing else: ask a chat, or one store"
+            raise WrongField(message, "model" if entry.collection else "together")
         if entry.path is None and (asked.selector or asked.options):
             message = f"'{entry.name}' has no corpus to select from: leave selector and options out"
             raise WrongField(message, "selector")
@@ -231,9 +245,9 @@ class Service:
     def _matched(self, asked: ChatRequest) -> ChatRequest:
         """A chat with a model alone that begins with a stored text is one with its store."""
         entry = self.catalog.entry(asked.model)
-        if entry.path is not None:
+        if entry.path is not None or asked.together is not None:
             return asked
-        stores = [one for one in self.catalog.entries() if one.path and one.model_id == entry.model_id]
+        stores = [one for one in self.catalog.entries() if one.is_store and one.model_id == entry.model_id]
         found = self.matcher.match(self.loaded_models.model(entry), asked.messages, stores)
         return replace(asked, model=found[0].name, messages=found[1]) if found else asked
 
@@ -243,30 +257,62 @@ class Service:
             limits = f"{self.settings.max_prompt:,} tokens, of at most {most:,} characters"
             raise TooLarge(f"the prompt has {letters:,} characters, and this server takes {limits}")
 
-    def _submit(
-        self, asked: AskOptions, target: Target, tokens: Sequence[int], emit: Emit, **more: Any
+    def _submit_together(
+        self,
+        asked: ChatRequest,
+        joining: Joining,
+        tokens: Sequence[int],
+        emit: Emit,
+        more: Mapping[str, Any],
     ) -> Ticket:
+        if joining.join == "exact":
+            whole = self.together.whole(asked, joining)
+            told = replace(joining, targets=(whole,))
+
+            def tell(event: Event) -> None:
+                if isinstance(event, Done):
+                    event = replace(event, joined=told.joined(), notes=told.notes())
+                emit(event)
+
+            return self._submit(asked, whole, tokens, tell, **more)
+        if joining.join != "read":
+            return self._submit(asked, joining, tokens, emit, **more)
+        # A model without a corpus, loaded as for these stores, stands behind the passages.
+        name = f"{joining.name}/passages"
+        first = replace(joining.targets[0].entry, name=name, path=None, digest="", identity=None)
+        model = self.loaded_models.get(first)
+        draft = replace(asked, generation=Generation(max_tokens=DRAFT_TOKENS), cite=True)
+        reading = Reading(joining, model, tokens, partial(self._submit, asked, **more), emit)
+        question = more["question"]
+        return reading.begin(lambda own, hear: self._submit(draft, own, tokens, hear, question=question))
+
+    def _submit(
+        self, asked: AskOptions, target: Target | Joining, tokens: Sequence[int], emit: Emit, **more: Any
+    ) -> Ticket:
+        targets = target.targets if isinstance(target, Joining) else (target,)
         wanted, settings = asked.generation, self.settings
-        wanted = replace(wanted, max_tokens=self._room(target, len(tokens), asked))
-        check_generation(target.loaded, wanted)
+        wanted = replace(wanted, max_tokens=self._room(targets, len(tokens), asked))
+        check_generation(targets[0].loaded, wanted)
         shared = {one.name: getattr(asked, one.name) for one in fields(AskOptions)}
         shared["deadline_s"] = min(asked.deadline_s or settings.deadline_s, settings.deadline_s)
         request = Request(**{**shared, "generation": wanted}, tokens=tuple(tokens), **more)
         return self.scheduler.submit(request, target, emit)
 
-    def _room(self, target: Target, prompt: int, asked: AskOptions) -> int:
-        """How many tokens an answer may have: what was asked for, as far as the context and the memory for
-        answers go. Raises `ContextEnds` where the context ends in the prompt.
+    def _room(self, targets: Sequence[Target], prompt: int, asked: AskOptions) -> int:
+        """How many tokens an answer may have: what was asked for, as far as the contexts and the memory for
+        answers go. Raises `ContextEnds` where a context ends in the prompt.
         """
-        loaded, wanted = target.loaded, asked.generation.max_tokens
+        loaded, wanted = targets[0].loaded, asked.generation.max_tokens
         if wanted is None:
             wanted = self.settings.max_tokens
         if wanted:
-            target.start.check_room(prompt)
-        most = target.start.most_new(sys.maxsize if wanted < 0 else wanted, prompt)
+            for target in targets:
+                target.start.check_room(prompt)
+        limit = sys.maxsize if wanted < 0 else wanted
+        most = min(target.start.most_new(limit, prompt) for target in targets)
         while (
             most > 1
-            and asked.n * generated_bytes(loaded.shape, prompt + most, loaded.dtype)
+            and asked.n * len(targets) * generated_bytes(loaded.shape, prompt + most, loaded.dtype)
             > self.settings.running_bytes
         ):
             most //= 2

@@ -308,6 +308,17 @@ class Manifest:
         """The folder of the LoRA of the model that prefilled; empty without one."""
         return str(self.prefill.get("adapter", ""))
 
+    def approximations(self) -> list[str]:
+        """How its keys and values differ from those of exact attention, kept as the model computes them."""
+        given = [
+            f"{name}={value}"
+            for name, value in self.prefill.items()
+            if name not in ("method", "weights", "system")
+        ]
+        method = self.prefill["method"]
+        parts = [f"prefilled with {method} ({', '.join(given)})"] if method != "dense" else []
+        return parts + [f"{kind} are {form}" for kind, form in self.kv.items() if self.encoding(kind)]
+
     def encoding(self, kind: str) -> str | None:
         """How `keys` or `values` are encoded; None where they are in the model's dtype."""
         return self.kv[kind] if self.kv[kind] in _ENCODED else None

@@ -10,7 +10,6 @@ import torch
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.engine.citations import (
-    OPENING,
     PLAIN_QUESTION,
     REACH,
     Watch,
@@ -287,6 +286,11 @@ def test_a_chat_template_is_no_document(folder):
     assert template_length(store, [*tokens[:20], -1]) == 20
     assert template_length(store, tokens) == 30
     assert template_length(store, []) == template_length(store, [-1]) == 0
+
+
+def test_a_passage_may_begin_with_the_text_though_its_first_tokens_do_not_count(folder):
+    (span,) = _cited(folder, {("a.txt", "stands"): 1})[0][0].spans
+    assert span.text == "One sentence stands here."
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """Joint answers are what their formulas say of the distributions that each conversation has by itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -101,20 +103,36 @@ def test_a_document_without_weight_is_not_asked(engines):
 
 
 def test_what_drops_out_changes_no_distribution_by_more_than_its_weight(engines, monkeypatch):
-    monkeypatch.setattr(joint, "LIGHTEST", 0.2)
-    some, every = Joint(engines), Joint(engines)
-    logits = some.ask(QUESTION, WEIGHTS)
-    assert (some.working, len(logits)) == ([0, 1], 2)
     monkeypatch.setattr(joint, "LIGHTEST", 1e-9)
-    both = (some, logits), (every, every.ask(QUESTION, WEIGHTS))
-    left, whole = (own.joined(logs.log_softmax(-1)).softmax(-1) for own, logs in both)
+    every = Joint(engines)
+    logits = every.ask(QUESTION, WEIGHTS)
+    every.prepare(NEW)
+    every.scores(logits)
+    some = every.fork()
+    monkeypatch.setattr(joint, "LIGHTEST", 0.2)
+    some._weigh(some.weights)
+    assert some.working == [0, 1]
+    logs = logits.log_softmax(-1)
+    left, whole = some.joined(logs[:2]).softmax(-1), every.joined(logs).softmax(-1)
     assert 0 < (left - whole).abs().sum() / 2 <= WEIGHTS[2]
 
 
-def test_who_dropped_out_hears_what_was_said_before_the_next_question(engines, monkeypatch):
-    monkeypatch.setattr(joint, "LIGHTEST", 0.45)
+def test_who_has_any_weight_is_asked_before_it_may_drop_out(engines):
     together = Joint(engines)
-    first = together.answer(QUESTION, WEIGHTS, NEW).tokens
+    assert len(together.ask(QUESTION, [1.0, 1e-6, 0.0])) == 2
+    together.weights = torch.tensor([0.0, -1.0])
+    together.prepare(NEW)
+    logs = torch.full((2, len(engines[0].tokenizer)), -9.0)
+    logs[:, 7] = torch.tensor([-30.0, 30.0])
+    together.scores(logs)
+    together.take(7)
+    assert together.working == [1], "what it says may carry it, and the first one loses"
+
+
+def test_who_dropped_out_hears_what_was_said_before_the_next_question(engines, monkeypatch):
+    together = Joint(engines)
+    monkeypatch.setattr(joint, "LIGHTEST", 0.9)
+    first = together.answer(QUESTION, [1.0, 0.01, 0.01], NEW).tokens
     assert together.working == [0]
     logits = together.ask("And then?", [1.0, 1.0, 1.0])
     for engine, own in zip(engines, logits, strict=True):
@@ -150,6 +168,7 @@ def test_reading_answers_from_the_passages_as_from_their_text(engines):
     shown = answer.citations
     text = "\n\n".join(f"{one.name}: {span.text}" for one in shown for span in one.spans[:2])
     assert len(shown) == len(engines)
+    assert 0 < sum(one.share for one in shown) <= 1 + 1e-6
     prompt, tokenizer = engines[0].prompt, engines[0].tokenizer
     talk = joint.without_corpus(engines[0].loaded)
     logits = talk.extend([*prompt.document(tokenizer, text, first=True), *prompt.first(tokenizer, QUESTION)])
@@ -162,6 +181,21 @@ def test_reading_answers_from_the_passages_as_from_their_text(engines):
     assert reading.talks[0].pending[-len(again) :] == again
     asked = engines[0].question_tokens(QUESTION)
     assert reading.talks[0].pending[: len(asked)] == asked
+
+
+def test_where_no_passage_is_found_the_leading_document_answers_alone(engines, monkeypatch):
+    monkeypatch.setattr(Conversation, "cited", lambda *_: ())
+    reading = Reading(engines)
+    answer = reading.answer(QUESTION, [0.1, 1.0, 0.1], NEW)
+    assert (reading.alone, reading.passages) == (1, [])
+    assert answer.tokens == engines[1].answer(QUESTION, NEW).tokens
+
+
+def test_costs_are_told_beside_the_tokens_that_were_there_to_attend_to(engines):
+    together = Joint(engines)
+    stats = together.answer(QUESTION, WEIGHTS, NEW).stats
+    assert stats.selected / stats.rows <= together.stored
+    assert 40 <= together.stored <= 42
 
 
 def test_a_question_that_is_stopped_before_it_was_run_is_not_read_again(engines, monkeypatch):
@@ -178,6 +212,12 @@ def test_stores_of_two_models_are_refused(engines, tmp_path):
     store = token_store(tmp_path / "other", other, random_ids(20))
     with pytest.raises(ConfigError, match="several models"):
         Joint([engines[0], Engine.open(store, other)])
+
+
+def test_one_model_that_is_loaded_in_two_ways_is_named_as_that(engines):
+    twice = Engine(replace(engines[1].loaded, weights="int8"), engines[1].store, engines[1].prefix.fork())
+    with pytest.raises(ConfigError, match=r"one model, loaded in two ways .*int8"):
+        Joint([engines[0], twice])
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0, float("nan"), 1.0]])

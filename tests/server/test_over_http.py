@@ -3,11 +3,14 @@
 import json
 import math
 
+import httpx
 import pytest
 import torch
 from openai import OpenAI
 
 from offload_decode.engine.engine import Engine
+from offload_decode.prefill_jobs.collect import collect
+from offload_decode.prefill_jobs.job import Maker, Settings
 from offload_decode.server.http.app import create_app
 from tests.cli.conftest import run
 from tests.server.http.conftest import listening
@@ -133,3 +136,47 @@ def test_lm_eval_scores_and_asks(url, service, tmp_path):
     ):
         written = samples(client, path, [write], model="book")
         assert all(isinstance(text, str) and text for ((text,),) in written)
+
+
+def test_stores_that_answer_together_are_told_in_every_shape(serve, shelf):
+    with listening(create_app(serve())) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        question, more = QUESTIONS[0], {"together": ["book", "notes"], "join": "product"}
+        asked = {"model": "book", "messages": [{"role": "user", "content": question}], "max_tokens": 6}
+        whole = client.chat.completions.create(**asked, extra_body=more)
+        *_, last = client.chat.completions.create(**asked, extra_body=more, stream=True)
+        response = client.responses.create(
+            model="book", input=question, max_output_tokens=6, instructions="Answer.", extra_body=more
+        )
+        message = httpx.post(f"{url}/v1/messages", json=asked | more, timeout=60).json()
+        stream = httpx.post(f"{url}/v1/messages", json=asked | more | {"stream": True}, timeout=60).text
+        for told in (whole.model_extra, last.model_extra, response.model_extra, message):
+            assert [one["document"] for one in told["joined"]["documents"]] == ["book", "notes"]
+            assert sum(one["share"] for one in told["joined"]["documents"]) == pytest.approx(1)
+            assert (told["joined"]["join"], told["joined"]["exact"]) == ("product", False)
+            assert "Joined by product from 2 documents" in told["warnings"][-1]
+        assert len(response.model_extra["warnings"]) == 2, "the system message is told of too"
+        assert "Joined by product" in stream
+        assert not client.chat.completions.create(**asked).model_extra.get("joined")
+        for wrong, param in (({"n": 2}, "n"), ({"join": "vote"}, "join"), ({"together": 0}, "together")):
+            refused = httpx.post(f"{url}/v1/chat/completions", json=asked | more | wrong, timeout=60)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        scored = {"model": "book", "prompt": "It", **more}
+        assert httpx.post(f"{url}/v1/completions", json=scored, timeout=60).status_code == 400
+
+
+def test_a_collection_is_a_model_by_its_name(serve, shelf, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "red.txt").write_text("The colour of this thing is red. " * 4)
+    maker = Maker(str(shelf / "model"), Settings())
+    collect(str(tmp_path / "texts"), tmp_path / "colours.collection", maker)
+    with listening(create_app(serve(tmp_path / "colours.collection"))) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        found = {one.id: one.model_extra for one in client.models.list().data}
+        assert found["colours.collection"]["documents"] == 1
+        assert found["colours.collection"]["tokens"] > 0
+        asked = {"messages": [{"role": "user", "content": "Is it red?"}], "max_tokens": 4}
+        answer = client.chat.completions.create(model="colours.collection", **asked)
+        assert answer.model_extra["joined"]["documents"][0]["document"] == "red.txt"
+        assert httpx.get(f"{url}/v1/stores").json()["data"] == []
+        assert httpx.get(f"{url}/v1/stores/colours.collection").status_code == 404

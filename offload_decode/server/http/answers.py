@@ -28,6 +28,8 @@ from offload_decode.server.requests import (
     Ended,
     Event,
     Generation,
+    Join,
+    Joined,
     Scored,
     Settings,
     WrittenAnswer,
@@ -39,6 +41,7 @@ from offload_decode.types import CitedDocument, StepStats
 LOG = logging.getLogger("offload_decode.server")
 
 MOST_ANSWERS = 16
+MOST_TOGETHER = 64
 MOST_TOKENS = 1 << 24
 MOST_IDS = 1 << 20
 MOST_TOP = 20
@@ -51,6 +54,7 @@ _logged = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 
 M = TypeVar("M", bound=BaseModel)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_TOGETHER, fail_fast=True)]
 Short = Annotated[str, StringConstraints(max_length=1024)]
 OptionName = Annotated[str, StringConstraints(max_length=64)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -172,7 +176,8 @@ class AskBody(WholeBody):
     """Who is asked, and how: the fields of every request for an answer.
 
     `selector` and `options` choose which stored tokens are attended to, as `-s` and `-o` do; `deadline` is in
-    seconds; `citations` adds which documents and passages the answer attended to.
+    seconds; `citations` adds which documents and passages the answer attended to. `together`: how many
+    documents of a collection, or the names of which stores, answer a chat as one, in the way of `join`.
     """
 
     model: Name
@@ -183,6 +188,8 @@ class AskBody(WholeBody):
     options: dict[OptionName, Option] | None = Field(None, max_length=64)
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
+    together: Annotated[int, Field(ge=1, le=MOST_TOGETHER)] | Names | None = None
+    join: Join | None = None
 
     def ask_options(self, settings: Settings, id: str, **more: Any) -> dict[str, Any]:
         """The fields of `AskOptions`; `more` are those of `Generation` that each route names differently."""
@@ -198,6 +205,8 @@ class AskBody(WholeBody):
             "options": self.options or {},
             "deadline_s": self.deadline,
             "cite": self.citations,
+            "together": tuple(self.together) if isinstance(self.together, list) else self.together,
+            "join": self.join,
         }
 
 
@@ -267,14 +276,16 @@ def _parsed(schema: dict[str, Any] | str, field: str) -> Any:
 
 
 class Cost(BaseModel):
-    """What was asked for by `citations`: what an answer attended to, and what it cost. `warnings`: what was
-    not done as it was asked for, in whole answers and in the last chunk with usage or cost. `grounded`: how
-    likely an answer stands in the text, in the chunk that ends it; of several whole answers, the least.
+    """What was asked for by `citations`: what an answer attended to, and what it cost. `joined`: who
+    answered together. `warnings`: what is approximate in that, and what was not done as it was asked
+    for, in whole answers and in the last chunk with usage or cost. `grounded`: how likely an answer stands in
+    the text, in the chunk that ends it; of several whole answers, the least.
     """
 
     grounded: float | None = None
     citations: list[CitedDocument] | None = None
     stats: StepStats | None = None
+    joined: Joined | None = None
     warnings: list[str] | None = None
 
 
@@ -297,9 +308,11 @@ def make(kind: type[M], field: str, **fields: Any) -> M:
     return kind(**{field: value}, **fields)
 
 
-def cost(body: AskBody, done: Done) -> dict[str, Any]:
-    """The fields of `Cost`, where they were asked for."""
-    return {"stats": done.stats, "citations": list(done.citations or ())} if body.citations else {}
+def cost(body: AskBody, done: Done, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of `Cost`, where they were asked for, or where stores answered together."""
+    told = {"stats": done.stats, "citations": list(done.citations or ())} if body.citations else {}
+    told |= {} if done.joined is None else {"joined": done.joined}
+    return told | ({"warnings": [*warnings, *done.notes]} if warnings or done.notes else {})
 
 
 def grounded(answers: Sequence[float | None]) -> dict[str, float]:
@@ -324,7 +337,7 @@ class AnswerReply(Reply, ABC):
         self._pieces = partial(service.pieces, body.model)
         self._fields = {"id": id, "created": int(time.time()), "model": body.model}
         self._body, self._requests, self._cost = body, requests, dict[str, Any]()
-        self._warned: dict[str, Any] = {}
+        self._warnings: list[str] = []
         self._usage = body.stream_options is not None and body.stream_options.include_usage
         self.answered: defaultdict[int, AnsweredRequest] = defaultdict(AnsweredRequest)
 
@@ -339,7 +352,7 @@ class AnswerReply(Reply, ABC):
     def collect(self, part: int, event: Event) -> None:
         self.answered[part].add(event)
         if isinstance(event, Done):
-            self._cost = cost(self._body, event)  # there are citations of one request alone
+            self._cost = cost(self._body, event, self._warnings)  # there are citations of one request alone
 
     async def chunks(self, part: int, event: Event) -> AsyncIterator[BaseModel]:
         shared = self._fields | ({"usage": None} if self._usage else {})
@@ -349,8 +362,7 @@ class AnswerReply(Reply, ABC):
         if isinstance(event, Done):
             self.collect(part, event)
             last = self._cost | ({"usage": self._total()} if self._usage else {})
-            last |= self._warned if last else {}
-            if last and len(self.answered) == self._requests:
+            if {*last} - {"warnings"} and len(self.answered) == self._requests:
                 yield make(self.part, "object", **shared | last, choices=[])
 
     async def whole(self) -> BaseModel:
@@ -360,7 +372,7 @@ class AnswerReply(Reply, ABC):
             for index, one in sorted(request.answers.items())
         ]
         every = [one.grounded for request in self.answered.values() for one in request.answers.values()]
-        fields = self._fields | grounded(every) | self._cost | self._warned
+        fields = self._fields | grounded(every) | self._cost
         return make(self.answer, "object", **fields, choices=choices, usage=self._total())
 
     async def texts(self, tokens: Sequence[Scored]) -> dict[int, str]:

@@ -169,9 +169,8 @@ class MessageReply(BlockReply):
         ended = "end_turn" if self.stop is None else "stop_sequence"
         reasons = {"stop": ended, "length": "max_tokens", "tool_calls": "tool_use"}
         told = {"stop_reason": reasons[self.finish], "stop_sequence": self.stop}
-        self._message = self._message.model_copy(
-            update={**told, "usage": _used(event.usage), **(more := self.grounded | cost(self._body, event))}
-        )
+        more = self.grounded | cost(self._body, event, self.warnings if event.notes else ())
+        self._message = self._message.model_copy(update={**told, "usage": _used(event.usage), **more})
         yield _event("message_delta", delta=told, usage=self._message.usage, **more)
         yield _event("message_stop")
 

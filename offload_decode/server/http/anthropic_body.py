@@ -180,7 +180,7 @@ class Conversation:
     def warnings(self, service: Service) -> list[str]:
         """What is not done as it was asked for."""
         system = any(message["role"] == "system" for message in self.messages)
-        found: list[str] = warned(service, self._model).get("warnings", []) if system else []
+        found: list[str] = warned(service, self._model) if system else []
         if left := self.left_out - _THOUGHTS:
             found = [*found, f"left out, as it is not read here: {', '.join(sorted(left))}"]
         return found

@@ -238,11 +238,11 @@ def json_grammar(form: Format | None, param: str = "response_format") -> dict[st
     return {"json_object": True} if form.type == "json_object" else None
 
 
-def warned(service: Service, model: str) -> dict[str, Any]:
-    """The field `warnings` of an answer to a chat with a system message."""
+def warned(service: Service, model: str) -> list[str]:
+    """The `warnings` of an answer to a chat with a system message."""
     name = normalize("NFC", model)
     stored = any(one.path for one in service.catalog.entries() if one.name == name)
-    return {"warnings": [BEHIND]} if stored else {}
+    return [BEHIND] if stored else []
 
 
 class ChatReply(AnswerReply):
@@ -255,7 +255,7 @@ class ChatReply(AnswerReply):
         self._answers, self._logprobs, self._older = body.answers, bool(body.logprobs), body.older
         self._n_calls: Counter[int] = Counter()  # of each answer so far
         system = any(message.role in SYSTEM for message in body.messages)
-        self._warned = warned(service, body.model) if system else {}
+        self._warnings = warned(service, body.model) if system else []
 
     async def choice(self, part: int, index: int, one: WrittenAnswer) -> Choice:
         known = ChoiceLogprobs(content=await self._scores(one.tokens)) if self._logprobs else None

@@ -137,7 +137,7 @@ def create_app(service: Service, access: Access) -> Starlette:
 
 
 def _corpora(service: Service) -> list[Entry]:
-    return [entry for entry in service.catalog.entries() if entry.path is not None]
+    return [entry for entry in service.catalog.entries() if entry.is_store]
 
 
 async def _answered(service: Service, store: str | None, start: Callable[[str], Start]) -> AnsweredRequest:

@@ -143,7 +143,7 @@ def router() -> APIRouter:
 
         asked = _chat_request(service.settings, body, messages)
         system = any(message["role"] in SYSTEM for message in asked.messages)
-        reply = ResponseReply(body, asked, keep, warned(service, body.model) if system else {})
+        reply = ResponseReply(body, asked, keep, warned(service, body.model) if system else [])
         return await respond(request, [partial(service.chat, asked)], reply, body.stream)
 
     return routes
@@ -237,10 +237,10 @@ class ResponseReply(BlockReply):
         body: ResponsesBody,
         asked: ChatRequest,
         keep: Callable[[str, dict[str, Any]], None],
-        warnings: dict[str, Any],
+        warnings: list[str],
     ):
         super().__init__()
-        self._body, self._keep = body, keep
+        self._body, self._keep, self._warnings = body, keep, warnings
         self._number = 0
         self._id = ""  # of the item that is being written
         self._calls: list[ToolCall] = []
@@ -254,8 +254,9 @@ class ResponseReply(BlockReply):
             output=[],
             usage=None,
             **_echoed(body, asked),
-            **warnings,
         )
+        if warnings:
+            self._object.warnings = warnings
 
     def begin(self) -> Iterator[BaseModel]:
         now = self._object.model_copy()
@@ -322,7 +323,7 @@ class ResponseReply(BlockReply):
             output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
             total_tokens=used.prompt + used.completion,
         )
-        for name, value in (self.grounded | cost(self._body, event)).items():
+        for name, value in (self.grounded | cost(self._body, event, self._warnings)).items():
             setattr(self._object, name, value)
         self._keep(self._object.id, answer_object(self._object.output_text, self._calls))
         if self.finish == "length":

@@ -192,7 +192,7 @@ def router() -> APIRouter:
     @routes.get("/v1/stores", **more)
     def stores(service: AppService) -> Listed[StoreAnswer]:
         """All stores."""
-        entries = [entry for entry in service.catalog.entries() if entry.path is not None]
+        entries = [entry for entry in service.catalog.entries() if entry.is_store]
         return Listed(data=[StoreAnswer(**_fields(entry, "recall", "digest")) for entry in entries])
 
     @routes.post("/v1/stores", status_code=202, openapi_extra=_body(NewStore), **more)

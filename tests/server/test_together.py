@@ -1,0 +1,204 @@
+"""Stores that answer a request together say what `engine.joint` says of them, among other requests."""
+
+import threading
+
+import pytest
+
+from offload_decode.collections.collection import Collection
+from offload_decode.collections.together import weights
+from offload_decode.common.errors import ConfigError
+from offload_decode.config import EngineConfig
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import Joint
+from offload_decode.engine.reading import Reading
+from offload_decode.prefill_jobs.collect import collect
+from offload_decode.prefill_jobs.job import Maker, Settings
+from offload_decode.server.requests import (
+    Delta,
+    Generation,
+    Loading,
+    NoSuchName,
+    Prompted,
+    ReadOnly,
+    TooLarge,
+    WrongField,
+)
+from offload_decode.server.service import CompletionRequest, SearchRequest
+from tests.server.conftest import Listener, ask
+
+QUESTION, NEW = "What is the colour of thing 3?", 12
+BUDGET = {"budget": "24"}
+BOTH = ("book", "notes")
+
+
+@pytest.fixture(scope="module")
+def place(shelf, tmp_path_factory):
+    """A folder with a collection of three documents."""
+    folder = tmp_path_factory.mktemp("collected")
+    (folder / "texts").mkdir()
+    for name in ("red", "green", "blue"):
+        (folder / "texts" / f"{name}.txt").write_text(f"The colour of this thing is {name}. " * 5)
+    (folder / "served").mkdir()
+    maker = Maker(str(shelf / "model"), Settings(options={"chunk": 64}))
+    collect(str(folder / "texts"), folder / "served" / "colours.collection", maker)
+    return folder / "served"
+
+
+def engines(paths):
+    config = EngineConfig(options=BUDGET)
+    first = Engine.open(paths[0], config=config)
+    return [first, *(Engine.open(path, first.loaded, config) for path in paths[1:])]
+
+
+def of(shelf, *names):
+    return engines([shelf / "stores" / f"{name}.kv" for name in names])
+
+
+@pytest.mark.parametrize("way", ["mixture", "product", "pced"])
+def test_stores_answer_as_joint_does(shelf, service, way):
+    expected = Joint(of(shelf, *BOTH), way)
+    answer = expected.answer(QUESTION, None, NEW)
+    heard = ask(service, together=BOTH, join=way).all()
+    assert heard.error is None
+    assert heard.text == answer.text
+    assert heard.tokens[0] == list(answer.tokens)
+    joined = heard.done.joined
+    assert (joined.join, joined.exact) == (way, False)
+    assert [one.document for one in joined.documents] == list(BOTH)
+    assert [one.share for one in joined.documents] == pytest.approx(expected.shares(), abs=1e-4)
+    assert any("none of which sees another" in note for note in heard.done.notes)
+    stored = sum(talk.prefix.length for talk in expected.talks)
+    prompt = len(expected.talks[0].question_tokens(QUESTION))
+    assert heard.usage.prompt == stored + 2 * prompt
+    assert heard.usage.cached == stored
+    assert heard.usage.completion == len(answer.tokens)
+
+
+def test_documents_of_a_collection_are_chosen_and_weighed_by_their_words(place, serve):
+    service = serve(place)
+    collection = Collection(place / "colours.collection")
+    entries = [one for one, _ in collection.scored("Is it green?")[:2]]
+    assert entries[0].name == "green.txt"
+    expected = Joint(engines([collection.store(one) for one in entries]))
+    answer = expected.answer("Is it green?", weights(collection, "Is it green?", entries), NEW)
+    heard = ask(service, "colours.collection", "Is it green?", together=2).all()
+    assert heard.text == answer.text
+    assert [one.document for one in heard.done.joined.documents] == [one.name for one in entries]
+    assert len(ask(service, "colours.collection", "Is it green?").all().done.joined.documents) == 3
+    assert service.scheduler.uses("colours.collection") is False
+
+
+def test_a_conversation_keeps_the_documents_of_its_first_question_and_what_was_run(place, serve):
+    service = serve(place)
+    name, first = "colours.collection", {"role": "user", "content": "Is it green?"}
+    one = ask(service, name, messages=[first], together=1).all()
+    turns = [first, {"role": "assistant", "content": one.text}, {"role": "user", "content": "Or blue?"}]
+    again = ask(service, name, messages=turns, together=1).all()
+    assert again.done.joined.documents[0].document == "green.txt"
+    assert again.usage.cached > one.usage.cached, "the first turn is not run again"
+
+
+def test_passages_are_read(shelf, service):
+    expected = Reading(of(shelf, *BOTH))
+    answer = expected.answer(QUESTION, None, NEW)
+    heard = ask(service, together=BOTH, join="read", cite=True).all()
+    assert heard.error is None
+    assert heard.tokens[0] == list(answer.tokens)
+    assert [one.name for one in heard.citations] == [one.name for one in answer.citations]
+    assert heard.done.joined.join == "read"
+    assert heard.done.stats.tokens >= answer.stats.tokens
+
+
+def test_a_request_that_is_joined_is_cancelled_between_tokens(service):
+    for join in ("mixture", "read"):
+        listener = ask(service, tokens=400, together=BOTH, join=join)
+        if join == "mixture":
+            listener.until(Prompted)
+            listener.until(Delta)
+        listener.ticket.cancel()
+        assert ask(service).all().error is None
+        assert not service.scheduler.uses("notes")
+
+
+def test_others_are_answered_alike_while_stores_answer_together(service):
+    alone = ask(service).all().text
+    together = ask(service, together=BOTH).all().text
+    heard = [ask(service, together=BOTH, tokens=NEW), ask(service), ask(service, "notes"), ask(service)]
+    texts = [one.all().text for one in heard]
+    assert texts[0] == together
+    assert texts[1] == texts[3] == alone
+
+
+def test_sampling_stops_and_log_probabilities_are_of_what_was_joined(service):
+    def heard(**more):
+        return ask(service, together=BOTH, generation=Generation(max_tokens=NEW, **more)).all()
+
+    whole = heard()
+    assert heard(temperature=1.0, seed=5).text == heard(temperature=1.0, seed=5).text
+    stop = whole.text[3:5]
+    assert stop not in heard(stop=(stop,)).text
+    scored = heard(top_logprobs=2).answers[0].tokens
+    assert all(one.top[0] == (one.token, one.logprob) and one.logprob <= 0 for one in scored)
+    banned = whole.tokens[0][0]
+    assert banned not in heard(logit_bias={banned: -100.0}).tokens[0][:1]
+
+
+def test_documents_are_prefilled_as_one(shelf, service, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(Loading, match="2 documents are being prefilled as one"):
+        ask(service, together=BOTH, join="exact")
+    [whole] = service.together._wholes.values()
+    path = whole.made.result(timeout=60)
+    heard = ask(service, together=BOTH, join="exact", n=1).all()
+    assert heard.text == engines([path])[0].answer(QUESTION, NEW).text
+    assert heard.done.joined.exact is True
+    assert "prefilled as one text" in heard.done.notes[0]
+
+
+def test_what_cannot_be_is_refused_by_its_name(shelf, place, serve):
+    service, listener = serve(shelf / "stores", place / "colours.collection", max_running=2), Listener()
+    model = next(one.name for one in service.catalog.entries() if one.path is None)
+    for more, param in (
+        ({"join": "read"}, "join"),
+        ({"together": BOTH, "n": 2}, "n"),
+        ({"together": 2}, "together"),
+        ({"together": ("book", "book")}, "together"),
+        ({"together": ("book", model)}, "together"),
+        ({"together": ("notes",)}, "model"),
+        ({"model": "colours.collection", "question": "xyzzy"}, "messages"),
+    ):
+        with pytest.raises(WrongField) as raised:
+            ask(service, **more)
+        assert raised.value.param == param
+    with pytest.raises(NoSuchName):
+        ask(service, together=("book", "nobody"))
+    with pytest.raises(TooLarge):
+        ask(service, together=BOTH, join="pced")
+    for request, put in (
+        (CompletionRequest("id", "colours.collection", prompt="It is"), service.complete),
+        (CompletionRequest("id", "book", prompt="It is", together=BOTH), service.complete),
+        (SearchRequest("id", "colours.collection", question="Is it?"), service.search),
+    ):
+        with pytest.raises(ConfigError, match="answer a chat together"):
+            put(request, listener)
+    with pytest.raises(NoSuchName, match="a collection, and no store"):
+        service.jobs.store("colours.collection")
+    closed = serve(read_only=True)
+    with pytest.raises(ReadOnly, match="exact"):
+        ask(closed, together=BOTH, join="exact")
+
+
+def test_many_requests_at_once_are_each_answered_as_by_themselves(place, serve):
+    service, found = serve(place), {}
+    asked = {"Is it green?": "mixture", "Is it blue?": "read", "Is it red?": "pced"}
+    alone = {text: ask(service, "colours.collection", text, join=join).all() for text, join in asked.items()}
+
+    def run(text, join):
+        found[text] = ask(service, "colours.collection", text, join=join).all()
+
+    threads = [threading.Thread(target=run, args=one) for one in asked.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {text: one.text for text, one in found.items()} == {text: one.text for text, one in alone.items()}
