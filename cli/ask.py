@@ -123,7 +123,7 @@ def _ask_together(together: Together, question: _Question) -> None:
             if wanted.cite:
                 show([given.text])
             tell_cut(talk.joint.finish, wanted.max_new_tokens, talk.joint.most_new(1))
-            output.note("\n".join(talk.notes()))
+            output.note("\n".join(map(output.one_line, talk.notes())))
         if wanted.cite and not question.as_json:
             output.note("\n".join(filter(None, (talk.carried(), cited_text(given.citations or ())))))
         if question.stats:

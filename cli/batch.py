@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ from offload_decode.cli.together import Together, TogetherChoice, refuse_others
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
+    from offload_decode.prefill_jobs.on_ray.asking import JointQuestion, QuestionBatch
     from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
     from offload_decode.types import Answer
@@ -89,7 +90,8 @@ def batch(
     its line names as "document"; the answer's line names its "document". With --together, each question gets
     one answer, whose line names its "documents".
 
-    With --workers ray, answers are written as they arrive, and a lost worker is replaced. Workers for which
+    With --workers ray, answers are written as they arrive, and a lost worker is replaced; with --together
+    too, each question goes to one worker. Workers for which
     the cluster has no room start when a machine joins it.
 
     The same command resumes an interrupted batch: questions already answered in the output are not asked
@@ -98,7 +100,7 @@ def batch(
     if address is not None:
         client.check_server_options(options)
     server = address is not None
-    refuse_others(together, server, workers is not None, only_grounded is not None)
+    refuse_others(together, server, False, only_grounded is not None)
     cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     check_out(out)
     read = read_questions(questions)
@@ -126,10 +128,10 @@ def batch(
             check_options(options, cluster is None)
         if address is not None:
             _ask_server(address, unasked, job)
+        elif unasked and together.together is not None:
+            _answer_together(unasked, job, Together(stores, collection, together, options, cites), cluster)
         elif unasked and cluster is not None:
             _answer_on_ray(cluster, unasked, job)
-        elif unasked and together.together is not None:
-            _answer_together(unasked, job, Together(stores, collection, together, options, cites))
         elif unasked:
             _answer_here(unasked, job)
     done = job.total - sum(number for number, _ in job.failures.values())
@@ -222,8 +224,22 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
             job.fail(store, len(group) - answered, error)
 
 
-def _answer_together(left: dict[str, list[Question]], job: Batch, together: Together) -> None:
-    """Answer one question after the other, each from all of its stores."""
+def _answer_together(
+    left: dict[str, list[Question]], job: Batch, together: Together, cluster: Cluster | None
+) -> None:
+    """Answer one question after the other, each from all of its stores; on a cluster each by a worker."""
+    if cluster is not None:
+        asked = [(store, question) for store, group in left.items() for question in group]
+        parts = [together.question(question.text) for _, question in asked]
+        addresses = [address for part in parts for address in part.addresses]
+        for number, result in _on_ray(cluster, parts, job, addresses):
+            store, question = asked[number]
+            if isinstance(result, OffloadDecodeError):
+                job.fail(store, 1, result)
+            else:
+                given, told = result
+                job.write(store, [(question, answer_fields(given) | told)])
+        return
     for store, group in left.items():
         for question in group:
             try:
@@ -235,10 +251,25 @@ def _answer_together(left: dict[str, list[Question]], job: Batch, together: Toge
 
 
 def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:
-    from offload_decode.prefill_jobs.on_ray.asking import QuestionBatch, answer_on_ray
+    from offload_decode.prefill_jobs.on_ray.asking import QuestionBatch
 
     given = [(store, part) for store, group in left.items() for part in job.parts(group)]
     parts = [QuestionBatch(store, tuple(question.text for question in group)) for store, group in given]
+    for number, result in _on_ray(cluster, parts, job, list(left)):
+        store, group = given[number]
+        if isinstance(result, OffloadDecodeError):
+            job.fail(store, len(group), result)
+        else:
+            job.write(store, zip(group, job.fields(result), strict=True))
+
+
+def _on_ray(
+    cluster: Cluster,
+    parts: Sequence[QuestionBatch | JointQuestion],
+    job: Batch,
+    stores: Sequence[str],
+) -> Iterator[tuple[int, Any]]:
+    from offload_decode.prefill_jobs.on_ray.asking import answer_on_ray
 
     def watch(running: TaskProgress) -> None:
         fetching = sum(size > 0 for _, size in running.values())
@@ -246,14 +277,9 @@ def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch
         at_work = f"{len(running)} at work{fetch}" if running else "(waiting for workers)"
         job.progress("answer", job.done, job.total, at_work)
 
-    remote = None if job.collection is None else job.collection.on_other_machines(left)
-    config = job.options.config
-    for number, result in answer_on_ray(parts, cluster, config, job.max_new_tokens, job.cites, remote, watch):
-        store, group = given[number]
-        if isinstance(result, OffloadDecodeError):
-            job.fail(store, len(group), result)
-        else:
-            job.write(store, zip(group, job.fields(result), strict=True))
+    remote = None if job.collection is None else job.collection.on_other_machines(stores)
+    how = job.options.config, job.max_new_tokens, job.cites, remote, watch
+    return answer_on_ray(parts, cluster, *how)
 
 
 def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Batch) -> None:

@@ -25,11 +25,12 @@ from offload_decode.cli.errors import sentence
 from offload_decode.cli.limits import AskOptions, check_options, open_engine
 from offload_decode.cli.options import From, on_this_machine, with_groups
 from offload_decode.cli.output import Progress
-from offload_decode.cli.together import Talk, Together, TogetherChoice, refuse_others
+from offload_decode.cli.together import Together, TogetherChoice, refuse_others
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
+    from offload_decode.collections.together import Talk
     from offload_decode.engine.conversation import Sampler
     from offload_decode.engine.engine import Engine
 
@@ -276,7 +277,7 @@ class JointTranscript:
         """Say whether the last answer was cut by its length, and what it was joined from."""
         assert self.talk is not None, "a question was answered"
         tell_cut(self.talk.joint.finish, self.max_new_tokens, self.talk.joint.most_new(1))
-        output.note("\n".join(self.talk.notes()))
+        output.note("\n".join(map(output.one_line, self.talk.notes())))
 
     def reset(self) -> None:
         self._held.close()

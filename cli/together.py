@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,10 +19,10 @@ from offload_decode.cli.questions import Question, assign
 from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offload_decode.engine.conversation import Sampler
-    from offload_decode.engine.joint import Joint
+    from offload_decode.collections.journal import Entry
+    from offload_decode.collections.together import Talk
     from offload_decode.planning.opening import Opener
-    from offload_decode.types import Answer
+    from offload_decode.prefill_jobs.on_ray.asking import JointQuestion
 
 
 @dataclass(frozen=True)
@@ -119,85 +118,12 @@ def _joins() -> Sequence[str]:
 
 
 def refuse_others(choice: TogetherChoice, server: bool, workers: bool, grounded: bool) -> None:
-    """Raise `ConfigError` for --together with what asks stores elsewhere, or must be grounded in one."""
+    """Raise `ConfigError` for --together with a server, with workers that share one question, or with what
+    must be grounded in one store.
+    """
     for other, given in (("--server", server), ("--workers", workers), ("--only-grounded", grounded)):
         if choice.together is not None and given:
             raise ConfigError(f"--together and {other} do not go together: leave one of them out")
-
-
-@dataclass
-class Talk:
-    """Stores that are open and answer as one. `names`: what users call their documents, with their
-    `addresses`; `weigh`: the weights of the documents for a question. With --join exact, `joint` has the one
-    store that was made of all.
-    """
-
-    joint: Joint
-    way: str
-    names: Sequence[str]
-    addresses: Sequence[str]
-    weigh: Callable[[str], Sequence[float] | None]
-
-    def stream(self, question: str, most: int, sampler: Sampler) -> Iterator[str]:
-        """An answer piece by piece; the conversation goes on from there."""
-        return self.joint.stream(question, self.weigh(question), most, sampler)
-
-    def answer(self, question: str, most: int, sampler: Sampler | None = None) -> Answer:
-        """An answer as a whole."""
-        return self.joint.answer(question, self.weigh(question), most, sampler)
-
-    def fields(self) -> dict[str, object]:
-        """What JSON says of the last answer beside its text: its documents; where their distributions were
-        joined, also their shares of it, and of each token where the answer cites.
-        """
-        documents: list[dict[str, object]] = [
-            {"document": name, "store": address}
-            for name, address in zip(self.names, self.addresses, strict=True)
-        ]
-        told: dict[str, object] = {"exact": self.way == "exact", "documents": documents}
-        if self._joins:
-            for document, share in zip(documents, self.joint.shares(), strict=True):
-                document["share"] = share
-            if self.joint.cites:
-                told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried()]
-        return {"joined": told | {"notes": self.notes()}}
-
-    def notes(self) -> list[str]:
-        """What a reader of the last answer should know of it."""
-        from offload_decode.collections.together import notes
-
-        names = [output.one_line(name) for name in self.names]
-        alone = None if (alone := getattr(self.joint, "alone", None)) is None else names[alone]
-        shares, first = self.joint.shares() if self._joins else (), self.joint.talks[0]
-        manifests = [talk.store.manifest for talk in self.joint.talks]
-        return list(notes(self.way, names, shares, manifests, first.selector.name, alone))
-
-    def carried(self) -> str:
-        """Runs of the last answer's tokens, each with the document that gave most to them."""
-        lines = []
-        for name, run in groupby(self._carried(), lambda one: self.names[one[1].index(max(one[1]))]):
-            own = list(run)
-            share = sum(max(shares) for _, shares in own) / len(own)
-            text = " ".join("".join(text for text, _ in own).split())
-            lines.append(f"{share:4.0%}  {output.one_line(name)}: {text}")
-        return "\n".join(lines)
-
-    @property
-    def _joins(self) -> bool:
-        return bool(self.joint.carried) and self.way != "exact"
-
-    def _carried(self) -> list[tuple[str, Sequence[float]]]:
-        """The tokens of the last answer, each with the text that it completes and the share of each document,
-        where there are several.
-        """
-        from offload_decode.engine.text import Pieces
-
-        if not self._joins:
-            return []
-        pieces, carried = Pieces(self.joint.talks[0].tokenizer), self.joint.carried
-        texts = [pieces.push(one.token) for one in carried]
-        texts[-1] += pieces.rest()
-        return [(text, one.shares) for text, one in zip(texts, carried, strict=True)]
 
 
 @dataclass
@@ -219,41 +145,50 @@ class Together:
         """The stores for a question, open to be asked. Raises `ConfigError` where no document has a word of
         it, and for stores of several models; also what opening raises.
         """
-        from offload_decode.collections.together import weights
-        from offload_decode.engine.joint import Joint
-        from offload_decode.engine.reading import Reading
+        from offload_decode.collections.together import Talk, weights
+        from offload_decode.prefill_jobs.joined import opened_together
 
         with ExitStack() as held:
             weigh: Callable[[str], Sequence[float] | None]
+            entries = self._entries(question)
             if self.collection is None:
                 names = addresses = [str(store) for store in self.stores]
                 paths, weigh = list(self.stores), _alike
             else:
-                entries = self.collection.documents(question, self.choice.together)
-                if not entries:
-                    raise ConfigError("no document contains a word of the question: rephrase it")
-                if self.choice.way == "exact":
-                    entries = sorted(entries)  # the same documents are found again, whichever was the best
-                paths = [held.enter_context(self.collection.collection.held(entry)) for entry in entries]
+                own = self.collection.collection
+                paths = [held.enter_context(own.held(entry)) for entry in entries]
                 names = [entry.name for entry in entries]
-                addresses = [self.collection.collection.address(entry) for entry in entries]
-                weigh = partial(weights, self.collection.collection, entries=entries)
-            if (way := self.choice.way) == "exact":
-                paths, weigh = [held.enter_context(self._joined(paths))], _alike
-            engines = self.opener.open_all([str(path) for path in paths])
-            if way == "read":
-                joint: Joint = Reading(engines)
-            else:
-                joint = Joint(engines, "mixture" if way == "exact" else way, self.cites)
-            yield Talk(joint, way, names, addresses, weigh)
+                addresses = [own.address(entry) for entry in entries]
+                weigh = partial(weights, own, entries=entries)
+            progress = held.enter_context(Progress()) if self.choice.way == "exact" else None
+            how = self.choice.way, self.cites, byte_count(CACHE)
+            joint = held.enter_context(opened_together(self.opener, paths, *how, progress))
+            yield Talk(joint, self.choice.way, names, addresses, weigh)
 
-    @contextmanager
-    def _joined(self, stores: Sequence[Path]) -> Iterator[Path]:
-        from offload_decode.prefill_jobs.joined import joined_store
+    def question(self, question: str) -> JointQuestion:
+        """A question as workers on other machines take it. Raises as `opened`, before anything is opened."""
+        from offload_decode.collections.together import weights
+        from offload_decode.prefill_jobs.on_ray.asking import JointQuestion
 
-        loaded = self.opener.open_all([str(store) for store in stores])[0].loaded
-        with Progress() as progress, joined_store(stores, loaded, byte_count(CACHE), progress) as path:
-            yield path
+        way, entries = self.choice.way, self._entries(question)
+        if self.collection is None:
+            names = tuple(map(str, self.stores))
+            return JointQuestion(tuple(map(os.path.abspath, names)), question, way, names, names, None)
+        own = self.collection.collection
+        addresses, names = tuple(map(own.address, entries)), tuple(entry.name for entry in entries)
+        remote = self.collection.on_other_machines(addresses) is not None
+        stores = addresses if remote else tuple(map(os.path.abspath, addresses))
+        given = tuple(weights(own, question, entries))
+        return JointQuestion(stores, question, way, names, addresses, given)
+
+    def _entries(self, question: str) -> Sequence[Entry]:
+        if self.collection is None:
+            return ()
+        entries = self.collection.documents(question, self.choice.together)
+        if not entries:
+            raise ConfigError("no document contains a word of the question: rephrase it")
+        # The same documents are found again as one, whichever was the best.
+        return sorted(entries) if self.choice.way == "exact" else entries
 
 
 def _alike(question: str) -> None:

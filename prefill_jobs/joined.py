@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from offload_decode.engine.citations import template_length, text_ids
+from offload_decode.engine.joint import Joint
+from offload_decode.engine.reading import Reading
 from offload_decode.engine.text import decode
 from offload_decode.indexes.verified import cache_folder
 from offload_decode.models.loading import LoadedModel
+from offload_decode.planning.opening import Opener
 from offload_decode.planning.sizes import store_bytes
 from offload_decode.prefill_jobs.buckets.cache import Cache
 from offload_decode.prefill_jobs.corpus import TextDocument
@@ -47,6 +50,27 @@ def joined_store(
 
     with Cache(cache_folder() / FOLDER, limit).holding(key, fill) as path:
         yield path
+
+
+@contextmanager
+def opened_together(
+    opener: Opener,
+    paths: Sequence[Path],
+    way: str,
+    cites: bool,
+    limit: int,
+    progress: Progress | None = None,
+) -> Iterator[Joint]:
+    """The stores at `paths` as conversations that answer together, in a way of `--join`. `cites`, `limit`: as
+    `Joint` and `joined_store` have them. Raises as these, and as `Opener.open_all`.
+    """
+    with ExitStack() as held:
+        engines = opener.open_all([str(path) for path in paths])
+        if way == "exact":
+            more = () if progress is None else (progress,)
+            whole = held.enter_context(joined_store(paths, engines[0].loaded, limit, *more))
+            engines, way = [opener.open(str(whole))], "mixture"
+        yield Reading(engines) if way == "read" else Joint(engines, way, cites)
 
 
 def _texts(stores: Sequence[KVStore], loaded: LoadedModel) -> Iterator[TextDocument]:

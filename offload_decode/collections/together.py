@@ -2,13 +2,22 @@
 reader of the answer should know of it.
 """
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry
+from offload_decode.engine.conversation import Sampler
+from offload_decode.engine.joint import Joint
+from offload_decode.engine.reading import Reading
+from offload_decode.engine.text import Pieces
 from offload_decode.store.format import Manifest
+from offload_decode.types import Answer
 
 JOINS = ("mixture", "product", "pced", "read", "exact")
 SOFTNESS = 1.0
@@ -55,3 +64,78 @@ def notes(
         yield f"Joined by {way} from {count}, none of which sees another{given and ': '}{given}."
     for part in dict.fromkeys(part for own in manifests for part in own.approximations()):
         yield f"Stores are approximate: {part}."
+
+
+@dataclass
+class Talk:
+    """Stores that are open and answer as one. `names`: what users call their documents, with their
+    `addresses`; `weigh`: the weights of the documents for a question. With --join exact, `joint` has the one
+    store that was made of all.
+    """
+
+    joint: Joint
+    way: str
+    names: Sequence[str]
+    addresses: Sequence[str]
+    weigh: Callable[[str], Sequence[float] | None]
+
+    def stream(self, question: str, most: int, sampler: Sampler) -> Iterator[str]:
+        """An answer piece by piece; the conversation goes on from there."""
+        return self.joint.stream(question, self._weights(question), most, sampler)
+
+    def answer(self, question: str, most: int, sampler: Sampler | None = None) -> Answer:
+        """An answer as a whole."""
+        return self.joint.answer(question, self._weights(question), most, sampler)
+
+    def _weights(self, question: str) -> Sequence[float] | None:
+        """One store that was made of all has no weights."""
+        return None if self.way == "exact" else self.weigh(question)
+
+    def fields(self) -> dict[str, object]:
+        """What JSON says of the last answer beside its text: its documents; where their distributions were
+        joined, also their shares of it, and of each token where the answer cites.
+        """
+        documents: list[dict[str, object]] = [
+            {"document": name, "store": address}
+            for name, address in zip(self.names, self.addresses, strict=True)
+        ]
+        told: dict[str, object] = {"exact": self.way == "exact", "documents": documents}
+        if self._joins:
+            for document, share in zip(documents, self.joint.shares(), strict=True):
+                document["share"] = share
+            if self.joint.cites:
+                told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried()]
+        return {"joined": told | {"notes": self.notes()}}
+
+    def notes(self) -> list[str]:
+        """What a reader of the last answer should know of it."""
+        by_itself = self.joint.alone if isinstance(self.joint, Reading) else None
+        alone = None if by_itself is None else self.names[by_itself]
+        shares, first = self.joint.shares() if self._joins else (), self.joint.talks[0]
+        manifests = [talk.store.manifest for talk in self.joint.talks]
+        return list(notes(self.way, self.names, shares, manifests, first.selector.name, alone))
+
+    def carried(self) -> str:
+        """Runs of the last answer's tokens, each with the document that gave most to them."""
+        lines = []
+        for name, run in groupby(self._carried(), lambda one: self.names[one[1].index(max(one[1]))]):
+            own = list(run)
+            share = sum(max(shares) for _, shares in own) / len(own)
+            text = " ".join("".join(text for text, _ in own).split())
+            lines.append(f"{share:4.0%}  {name}: {text}")
+        return "\n".join(lines)
+
+    @property
+    def _joins(self) -> bool:
+        return bool(self.joint.carried) and self.way != "exact"
+
+    def _carried(self) -> list[tuple[str, Sequence[float]]]:
+        """The tokens of the last answer, each with the text that it completes and the share of each document,
+        where there are several.
+        """
+        if not self._joins:
+            return []
+        pieces, carried = Pieces(self.joint.talks[0].tokenizer), self.joint.carried
+        texts = [pieces.push(one.token) for one in carried]
+        texts[-1] += pieces.rest()
+        return [(text, one.shares) for text, one in zip(texts, carried, strict=True)]

@@ -7,17 +7,20 @@ again, and nothing is written twice.
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.collections.together import Talk
 from offload_decode.common.memory import own_memory
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.planning.opening import Opener
 from offload_decode.prefill_jobs.buckets.collections import RemoteStores
+from offload_decode.prefill_jobs.joined import opened_together
 from offload_decode.prefill_jobs.on_ray.pool import TaskProgress, pool_of
 from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker
 from offload_decode.types import Answer
@@ -32,6 +35,31 @@ class QuestionBatch:
 
     store: str
     questions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class JointQuestion:
+    """A question to several stores, which answer as one (`collections.together`): `names` and `addresses` of
+    their documents, and the `weights` with which they begin.
+    """
+
+    stores: tuple[str, ...]
+    question: str
+    way: str
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+    @property
+    def store(self) -> str:
+        """The one by which a machine is chosen."""
+        return self.stores[0]
+
+
+JOINED_BYTES = 20 << 30
+"""Of stores on a machine that were prefilled from several."""
+JointAnswer = tuple[Answer, Mapping[str, object]]
+"""With what a line says of its documents."""
 
 
 class Asker(Worker):
@@ -59,9 +87,21 @@ class Asker(Worker):
         apply_caps(self.opener.caps, self.opener.config.device)
         self.opener.before = own_memory()
 
-    def run(self, task: QuestionBatch) -> list[Answer]:
+    def run(self, task: QuestionBatch | JointQuestion) -> list[Answer] | JointAnswer:
+        if isinstance(task, JointQuestion):
+            return self._together(task)
         questions, engine = task.questions, self._engine(task.store)
         return engine.answer_many(questions, self.max_new_tokens, len(questions), self.cites)
+
+    def _together(self, task: JointQuestion) -> JointAnswer:
+        self._close(0)
+        with ExitStack() as held:
+            paths = [Path(held.enter_context(self.held(store))) for store in task.stores]
+            opened = opened_together(self.opener, paths, task.way, self.cites, JOINED_BYTES)
+            joint = held.enter_context(opened)
+            talk = Talk(joint, task.way, task.names, task.addresses, lambda question: task.weights)
+            answer = talk.answer(task.question, self.max_new_tokens)
+            return answer, talk.fields()
 
     def _engine(self, store: str) -> Engine:
         """An open store with its model; the least recently asked one is closed."""
@@ -79,23 +119,27 @@ class Asker(Worker):
 
 
 def answer_on_ray(
-    batches: Sequence[QuestionBatch],
+    batches: Sequence[QuestionBatch | JointQuestion],
     cluster: Cluster,
     config: EngineConfig,
     max_new_tokens: int,
     cites: bool = False,
     remote: RemoteStores | None = None,
     watch: Callable[[TaskProgress], None] = lambda progress: None,
-) -> Iterator[tuple[int, list[Answer] | OffloadDecodeError]]:
-    """The number of each batch with its answers or an error, in order of completion. With `remote`, stores
-    are URLs; else paths on the workers' machines. `watch` gets the fetched bytes of the stores of the running
-    batches.
+) -> Iterator[tuple[int, Any]]:
+    """The number of each batch with its answers, as `Asker.run` returns them, or an `OffloadDecodeError`, in
+    order of completion. With `remote`, stores are URLs; else paths on the workers' machines. `watch` gets the
+    fetched bytes of the stores of the running batches.
 
     Raises as `pool_of`.
     """
     if remote is None:
-        batches = [QuestionBatch(os.path.abspath(one.store), one.questions) for one in batches]
-    stores = tuple(dict.fromkeys(one.store for one in batches))
+        batches = [
+            replace(one, store=os.path.abspath(one.store)) if isinstance(one, QuestionBatch) else one
+            for one in batches
+        ]
+    each = [one.stores if isinstance(one, JointQuestion) else (one.store,) for one in batches]
+    stores = tuple(dict.fromkeys(store for own in each for store in own))
     setup = stores, remote, config, cluster.caps, max_new_tokens, cites
     with pool_of(cluster, config.device, Asker, setup, len(batches), remote is not None) as pool:
         yield from pool.run(batches, "answered", watch)

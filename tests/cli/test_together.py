@@ -1,5 +1,6 @@
 """One answer from several stores, as users ask for it."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
+from offload_decode.prefill_jobs.on_ray import asking
 from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
 from tests.tiny import let_models_write, saved_model
 
@@ -24,6 +26,11 @@ THREE = ("--together", "3", *NEW)
 def stores(collection):
     opened = Collection(collection)
     return [opened.store(entry) for entry in opened.entries]
+
+
+def rounded(value):
+    """Shares of other passes differ by float32's rounding."""
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 5))
 
 
 def engines(stores):
@@ -123,6 +130,43 @@ def test_a_batch_names_what_nobody_speaks_of(collection, out, tmp_path):
     assert ran.code == 1
     assert "no document contains a word of line 1 of the questions: rephrase it" in ran.err
     assert [line["question"] for line in lines_of(out)] == [QUESTION]
+
+
+def by_one_worker(parts, cluster, config, most, cites, remote, watch):
+    """What a cluster of this machine returns: the last question first."""
+    stores = tuple(store for one in parts for store in one.stores)
+    worker = asking.Asker(stores, remote, config, cluster.caps, most, cites)
+    worker.load()
+    for number, one in reversed(list(enumerate(parts))):
+        yield number, worker.do(one).result
+
+
+@pytest.mark.parametrize("way", ["mixture", "read", "exact"])
+def test_questions_are_spread_over_workers_and_not_documents(collection, stores, tmp_path, monkeypatch, way):
+    monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = {"question": QUESTION, "id": 1}, {"question": "Which is gamma?", "id": 2}, {"question": "xyzzy"}
+    questions = write_lines(tmp_path / "asked.jsonl", *asked)
+    for given, code in ((stores, 0), ([collection], 1)):
+        how = *given, "--together", "3", "--join", way, "--cite"
+        here, there = tmp_path / f"here{code}", tmp_path / f"there{code}"
+        assert batch(questions, here, *how).code == code
+        assert batch(questions, there, *how, "--workers", "ray").code == code
+        expected, found = lines_of(here), lines_of(there)[::-1]
+        assert [line["id"] for line in found] == [line["id"] for line in expected]
+        assert rounded(found) == rounded(expected)
+        assert found[0]["joined"]["documents"]
+
+
+def test_a_worker_fetches_all_stores_of_a_question(collection, tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done("push", collection, f"file://{tmp_path}/bucket/texts")
+    questions = write_lines(tmp_path / "asked.jsonl", {"question": QUESTION})
+    given = f"file://{tmp_path}/bucket/texts", "--together", "3", "--workers", "ray"
+    assert batch(questions, tmp_path / "there", *given).code == 0
+    assert batch(questions, tmp_path / "here", collection, "--together", "3").code == 0
+    assert lines_of(tmp_path / "there")[0]["answer"] == lines_of(tmp_path / "here")[0]["answer"]
 
 
 def test_a_batch_is_asked_again_where_other_documents_would_answer(collection, out, tmp_path, home):
