@@ -91,8 +91,8 @@ def batch(
     one answer, whose line names its "documents".
 
     With --workers ray, answers are written as they arrive, and a lost worker is replaced; with --together
-    too, each question goes to one worker. Workers for which
-    the cluster has no room start when a machine joins it.
+    too, each question goes to one worker. Workers for which the cluster has no room start when a machine
+    joins it.
 
     The same command resumes an interrupted batch: questions already answered in the output are not asked
     again.

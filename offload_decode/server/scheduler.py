@@ -231,7 +231,7 @@ class Scheduler:
             cost = each.turn.conversation.prefix.take_stats()
             each.request.stats.add(cost)
             stats.add(cost)
-        tokens = sum(len(each.turn.tokens) for each in turns)
+        tokens = sum(len(each.turn.tokens) or 1 for each in turns)  # at least the pending one
         self.metrics.passed(len(turns), tokens, seconds, stats)
         if tokens - len(turns) >= LEAST_SHARE:
             model = turns[0].request.target.loaded.model_id

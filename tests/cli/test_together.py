@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode.cli.chat import JointTranscript
+from offload_decode.cli.limits import AskOptions
+from offload_decode.cli.together import Together, TogetherChoice
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.together import weights
+from offload_decode.engine import joint
+from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
@@ -223,8 +228,8 @@ def test_approximate_stores_are_named(home, texts, tmp_path):
 
 def test_a_chat_goes_on_with_the_documents_of_its_first_question(collection, stores):
     ran = run("chat", *stores, *THREE, stdin=f"{QUESTION}\nAnd then?\n/reset\nAnd then?\n")
-    joint = Joint(engines(stores))
-    expected = [joint.answer(question, None, 4).text for question in (QUESTION, "And then?")]
+    talk = Joint(engines(stores))
+    expected = [talk.answer(question, None, 4).text for question in (QUESTION, "And then?")]
     expected.append(Joint(engines(stores)).answer("And then?", None, 4).text)
     assert ran.out.splitlines() == expected
     assert (
@@ -232,6 +237,23 @@ def test_a_chat_goes_on_with_the_documents_of_its_first_question(collection, sto
         == 2
     )
     assert "nothing is saved" in run("chat", *stores, *THREE, stdin="/save x.json\n").err
+
+
+def test_a_question_that_is_stopped_before_it_was_run_is_no_turn_of_a_chat(stores, monkeypatch):
+    talk = JointTranscript(Together(stores, None, TogetherChoice(3), AskOptions()), 4, Sampler())
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(joint, "run_turns", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            list(talk.answer(QUESTION))
+    assert len(talk.turns) == 0
+    assert "".join(talk.answer(QUESTION)).strip() == Joint(engines(stores)).answer(QUESTION, None, 4).text
+    assert len(talk.turns) == 1
+    talk.reset()
+    assert len(talk.turns) == 0
 
 
 def test_wrong_use_is_a_sentence(home, collection, stores, store, tmp_path):
@@ -256,6 +278,10 @@ def test_a_store_of_another_model_or_one_that_is_gone_is_refused(home, collectio
     done("prefill", home / "corpus.txt", "--model", model, "--out", tmp_path / "other.kv")
     given = [stores[0], tmp_path / "other.kv", QUESTION, "--together", "2"]
     assert "give stores of one model" in refused(2, "ask", *given)
+    made = home / "corpus.txt", "--model", home / "model", "--weights", "int8", "--out", tmp_path / "int8.kv"
+    done("prefill", *made)
+    told = refused(2, "ask", stores[0], tmp_path / "int8.kv", QUESTION, "--together", "2")
+    assert re.search("asked with another form of the model .*weights int8.* prefilled alike", told)
     shutil.copytree(collection, tmp_path / "copy")
     entry = Collection(tmp_path / "copy").entries[0]
     shutil.rmtree(Path(tmp_path / "copy", entry.store))
