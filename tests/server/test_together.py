@@ -95,7 +95,15 @@ def test_a_conversation_keeps_the_documents_of_its_first_question_and_what_was_r
     turns = [first, {"role": "assistant", "content": one.text}, {"role": "user", "content": "Or blue?"}]
     again = ask(service, name, messages=turns, together=1).all()
     assert again.done.joined.documents[0].document == "green.txt"
-    assert again.usage.cached > one.usage.cached, "the first turn is not run again"
+    turns += [{"role": "assistant", "content": again.text}, {"role": "user", "content": "Or red?"}]
+    last = ask(service, name, messages=turns, together=1).all()
+    cached = [each.usage.cached for each in (one, again, last)]
+    assert cached[0] < cached[1] < cached[2], "earlier turns are not run again"
+    collection = Collection(place / "colours.collection")
+    green = next(entry for entry in collection.entries if entry.name == "green.txt")
+    expected = Joint(engines([collection.store(green)]))
+    said = [expected.answer(question, None, NEW).text for question in ("Is it green?", "Or blue?")]
+    assert [one.text, again.text] == said
 
 
 def test_passages_are_read(shelf, service):
