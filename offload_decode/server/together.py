@@ -25,6 +25,7 @@ from offload_decode.server.joint_request import Joining
 from offload_decode.server.loaded_models import LoadedModels, Target
 from offload_decode.server.requests import (
     AskOptions,
+    Busy,
     Done,
     Emit,
     Event,
@@ -44,7 +45,7 @@ DOCUMENTS = 4
 JOINED_BYTES = 20 << 30
 """Of stores that were prefilled as one, in the user's cache."""
 HELD = 8
-"""Of these, so many stay while they are served."""
+"""Of these, so many stay while they are served, and so many wait to be made."""
 
 
 class Together:
@@ -93,8 +94,8 @@ class Together:
         )
 
     def whole(self, asked: AskOptions, joining: Joining) -> Target:
-        """The documents prefilled as one store. Raises `Loading` until it is there, and what a prefill
-        raises.
+        """The documents prefilled as one store. Raises `Loading` until it is there, `Busy` where too many
+        others wait, and what a prefill raises.
         """
         if self._settings.read_only:
             raise ReadOnly("this server makes no stores, as join 'exact' does: give another join")
@@ -103,6 +104,8 @@ class Together:
         paths = [target.entry.path for target in joining.targets if target.entry.path is not None]
         with self._lock:
             if (found := self._wholes.get(digests)) is None or found.loaded is not loaded:
+                if sum(not one.made.done() for one in self._wholes.values()) >= HELD:
+                    raise Busy(f"{HELD} others wait to be prefilled as one: try again later", 30)
                 found = _Whole(loaded, len(paths))
                 found.made = self._prefills.submit(self._made, found, paths)
                 self._wholes[digests] = found

@@ -13,7 +13,9 @@ from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
 from offload_decode.prefill_jobs.collect import collect
 from offload_decode.prefill_jobs.job import Maker, Settings
+from offload_decode.server import together
 from offload_decode.server.requests import (
+    Busy,
     Delta,
     Generation,
     Loading,
@@ -130,10 +132,10 @@ def test_a_request_that_is_joined_is_cancelled_between_tokens(service):
 
 def test_others_are_answered_alike_while_stores_answer_together(service):
     alone = ask(service).all().text
-    together = ask(service, together=BOTH).all().text
+    joint = ask(service, together=BOTH).all().text
     heard = [ask(service, together=BOTH, tokens=NEW), ask(service), ask(service, "notes"), ask(service)]
     texts = [one.all().text for one in heard]
-    assert texts[0] == together
+    assert texts[0] == joint
     assert texts[1] == texts[3] == alone
 
 
@@ -160,6 +162,9 @@ def test_documents_are_prefilled_as_one(shelf, service, tmp_path, monkeypatch):
     heard = ask(service, together=BOTH, join="exact", n=1).all()
     assert heard.text == engines([path])[0].answer(QUESTION, NEW).text
     assert heard.done.joined.exact is True
+    monkeypatch.setattr(together, "HELD", 0)
+    with pytest.raises(Busy, match="wait to be prefilled as one"):
+        ask(service, together=BOTH[::-1], join="exact")
     assert "prefilled as one text" in heard.done.notes[0]
 
 
