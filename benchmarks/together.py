@@ -4,7 +4,7 @@ With `--texts FOLDER`, documents are written from these texts to the folder --ou
 made-up article is planted (`evals/tasks/made_up_articles.py`). Collect them as the script says, and run it
 again: its questions ask for one fact, for one of two documents together, and for facts that are nowhere.
 It prints how many answers hold the fact, or say that the text does not have it, the processor's time for each
-token, and the weight with which the right document begins. The same command goes on where it was stopped.
+token, and how well words choose the documents. The same command goes on where it was stopped.
 """
 
 import json
@@ -107,17 +107,32 @@ class Answers:
         return self.engines[entry.store]
 
 
-def right_weight(collection: Collection, documents: int, among: int = 16) -> float:
-    """The weight with which the right one of so many documents begins, in the geometric mean over questions
-    for one fact: of documents whose number 8 does not divide, so that those of ten questions are left out.
+def chosen(collection: Collection, documents: int) -> str:
+    """How well words choose among so many documents: questions for one fact of those whose number 8 does not
+    divide, so that ten that are asked are others, and all questions for two.
     """
+
+    def ranks(one: Asked) -> list[int]:
+        names = [entry.name for entry, _ in collection.scored(one.question)]
+        return [
+            names.index(name) if (name := f"{number:03}.txt") in names else documents for number in one.needed
+        ]
+
+    single = [one for one in questions(1)[:documents] if one.needed[0] % 8]
+    places = [ranks(one)[0] for one in single]
+    among = [(one, place) for one, place in zip(single, places, strict=True) if place < 16]
     logs = []
-    for one in questions(1)[:documents]:
-        found = [entry for entry, _ in collection.scored(one.question)[:among]]
-        names = [entry.name for entry in found]
-        if (name := f"{one.needed[0]:03}.txt") in names and one.needed[0] % 8:
-            logs.append(math.log(weights(collection, one.question, found)[names.index(name)]))
-    return math.exp(sum(logs) / max(1, len(logs)))
+    for one, place in among:
+        entries = [entry for entry, _ in collection.scored(one.question)[:16]]
+        logs.append(math.log(weights(collection, one.question, entries)[place]))
+    last = [max(ranks(one)) for one in questions(2) if max(one.needed) < documents]
+    weight = math.exp(sum(logs) / max(1, len(logs)))
+    few, more = (sum(one < count for one in last) for count in (4, 16))
+    return (
+        f"one fact: the right document is first for {places.count(0)} of {len(places)} questions, and begins "
+        f"of 16 with a weight of {weight:.2f} in the geometric mean; both of two are among 4 for {few} of "
+        f"{len(last)}, among 16 for {more}"
+    )
 
 
 def rows(lines: list[dict[str, str | float]]) -> Iterator[list[str]]:
@@ -144,7 +159,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", help="if not the one that the collection names")
     parser.add_argument("--documents", type=int, default=32)
-    parser.add_argument("--questions", type=int, default=16, help="of each kind")
+    parser.add_argument("--questions", type=int, default=16, help="of each kind; 0 tells what words choose")
     parser.add_argument("--ways", default="question,top 1,join 4,join 16,read 4,exact 4")
     arguments = parser.parse_args()
     out: Path = arguments.out
@@ -154,6 +169,9 @@ def main() -> None:
         return
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     there = {(line["asked"], line["question"]) for line in lines}
+    print(chosen(Collection(arguments.collection), arguments.documents))
+    if not arguments.questions:
+        return
     answers = Answers(arguments.collection, arguments.model)
     for kind, one in asked(arguments.documents, arguments.questions):
         for way in arguments.ways.split(","):
@@ -166,7 +184,6 @@ def main() -> None:
             with out.open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in new)
             lines += new
-    print(f"the right document of 16 begins with {right_weight(answers.collection, arguments.documents):.2f}")
     print(table(("way", *KINDS, "CPU ms a token"), list(rows(lines))))
 
 
