@@ -326,9 +326,8 @@ class Conversation:
         return cite(watch, self.store, self.tokenizer, **self._without_content(watch))
 
     def _opening(self, store: KVStore) -> int:
-        """How many first tokens of the store are no document's: the chat template's, or attention sinks."""
-        begun = self.prompt.document(self.tokenizer, "", first=True)
-        return max(OPENING, template_length(store, begun))
+        """How many first tokens of the store are the chat template's."""
+        return template_length(store, self.prompt.document(self.tokenizer, "", first=True))
 
     def passages(self, question: str, most: int = 5) -> tuple[Passage, ...]:
         """The passages that a question attends to, so many at `most`, most attended first, before any answer

@@ -10,6 +10,7 @@ import torch
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.engine.citations import (
+    OPENING,
     PLAIN_QUESTION,
     REACH,
     Watch,
