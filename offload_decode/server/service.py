@@ -122,7 +122,8 @@ class Service:
         named = asked.together if isinstance(asked.together, tuple) else ()
         with self.releases.asking(asked.model, *named):
             turns = read_messages(asked.messages)
-            questions = [one.text for one in turns if one.role == "user"]
+            # A chat may begin with what came of a call, and ask nothing.
+            questions = [one.text for one in turns if one.role == "user"] or [""]
             joining = self.together.joining(asked, questions[0], questions[-1])
             target = self._target(asked) if joining is None else joining.targets[0]
             scope = target.entry.model_id

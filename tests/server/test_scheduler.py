@@ -12,6 +12,7 @@ from offload_decode.common.errors import ConfigError, ContextEnds, StoreDamaged
 from offload_decode.engine import grounded
 from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
+from offload_decode.server import service as service_module
 from offload_decode.server.requests import Busy, Delta, Ended, Generation, Prompted, TimedOut, TooLarge
 from offload_decode.server.sequences import RunningRequest
 from offload_decode.server.service import ChatRequest, CompletionRequest
@@ -387,3 +388,10 @@ def test_a_server_that_is_idle_gives_memory_back_once(serve, monkeypatch):
         assert ask(service).all().error is None
         time.sleep(0.3)
         assert len(given) == turn + 1
+
+
+def test_a_chat_of_a_tools_result_alone_is_answered(service, monkeypatch):
+    """The model of this test has no template that would write it; nothing else needs a word of the user's."""
+    monkeypatch.setattr(service_module, "chat_tokens", lambda *_: [70, 71, 72])
+    result = {"role": "tool", "tool_call_id": "c1", "content": "Ada"}
+    assert ask(service, messages=[result], tokens=3).all().usage.completion == 3
