@@ -31,7 +31,7 @@ from offload_decode.prefill_jobs.joined import joined_store
 REFUSAL = "not in the text"
 SYSTEM = f"Answer in a few words from the text. Where the text does not say, answer: {REFUSAL}."
 FORM = "According to the text: {}"
-NEW = 10
+NEW = 20
 ABSENT = 400  # articles from here on are in no document
 TWO = "two documents"
 KINDS = "one fact", TWO, "no document"
