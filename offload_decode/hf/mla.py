@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload_decode.common.errors import OffloadDecodeWarning, UnsupportedModel
-from offload_decode.types import AttentionState
+from offload_decode.types import AttentionState, IndexShape
 
 _MADE: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
@@ -99,3 +99,14 @@ def _weight(projection: Any, rank: int, like: Tensor) -> Tensor:
     if known is None or known[0].device != probe.device or not torch.equal(known[0], probe):
         known = _MADE[projection] = probe, projection(unit).T
     return known[1]
+
+
+def index_of(module: Any, keys: Tensor | None) -> IndexShape | None:
+    """The indexer of an attention module whose cache layer holds index `keys [B, S, dim]`; None where it has
+    none, or one whose keys are not those of single tokens.
+    """
+    indexer = getattr(module, "indexer", None)
+    topk, dim = getattr(indexer, "index_topk", None), getattr(indexer, "head_dim", None)
+    if keys is None or not isinstance(topk, int) or dim != keys.shape[-1]:
+        return None
+    return IndexShape(int(dim), topk)

@@ -21,18 +21,7 @@ from torch.overrides import TorchFunctionMode
 from offload_decode.attention.index_queries import IndexQueries, index_scores
 from offload_decode.attention.queries import CausalMask
 from offload_decode.hf.cache_layers import RUNNING, LatentLayer
-from offload_decode.types import IndexShape
-
-
-def index_of(module: Any, keys: Tensor | None) -> IndexShape | None:
-    """The indexer of an attention module whose cache layer holds index `keys [B, S, dim]`; None where it has
-    none, or one whose keys are not those of single tokens.
-    """
-    indexer = getattr(module, "indexer", None)
-    topk, dim = getattr(indexer, "index_topk", None), getattr(indexer, "head_dim", None)
-    if keys is None or not isinstance(topk, int) or dim != keys.shape[-1]:
-        return None
-    return IndexShape(int(dim), topk)
+from offload_decode.hf.mla import index_of
 
 
 def watch_indexers(decoder: torch.nn.Module) -> None:

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.compat import DTYPES, cache_name, class_of, text_of, with_cache
-from offload_decode.hf.mla import latent_of
-from offload_decode.hf.own_index import index_of
+from offload_decode.hf.mla import index_of, latent_of
 from offload_decode.hf.positions import rope_parameters, rotations
 from offload_decode.hf.user_cache import cached
 from offload_decode.store.format import FORMAT_VERSION, shape_from

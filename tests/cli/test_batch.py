@@ -48,7 +48,7 @@ def test_every_store_answers_every_question(store, copy, questions, tmp_path):
     assert [line["store"] for line in answers] == [str(path) for path in stores for _ in QUESTIONS]
     for line, asked in zip(answers, QUESTIONS * 2, strict=True):
         answer = engine.answer(asked["question"], 4)
-        settings = {"selector": "topk", "options": {}, "max_new_tokens": 4, "model": None, "weights": "auto"}
+        settings = {"selector": "auto", "options": {}, "max_new_tokens": 4, "model": None, "weights": "auto"}
         told = {"answer": answer.text, "tokens": 4, "finish": "length", "store": line["store"]}
         told |= {"grounded": None}
         assert line == {"id": None, **asked, **told, **settings}

@@ -238,7 +238,7 @@ def test_begun_and_finished_stores_keep_their_chunk_though_another_fits_now(tmp_
         prefill_tokens(loaded, TOKENS, DOCUMENTS, path, Settings(options={"chunk": 32}))
     prefill_tokens(loaded, TOKENS, DOCUMENTS, path)
     assert tree(path) == tree(tmp_path / "told")
-    work = job._planned(loaded, TOKENS, DOCUMENTS, Settings())
+    work = job._planned(loaded, Settings(), None, TOKENS, DOCUMENTS)
     assert work.method.options.chunk == 32
     assert job.settled(work, destination_of(path)).kept
     with pytest.raises(StoreMismatch):
