@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.engine.citations import template_length, text_ids
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
@@ -18,7 +19,7 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.planning.opening import Opener
 from offload_decode.planning.sizes import store_bytes
 from offload_decode.prefill_jobs.buckets.cache import Cache
-from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.corpus import TextDocument, headed
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.store.files import Progress
 from offload_decode.store.reader import KVStore
@@ -39,13 +40,23 @@ def joined_store(
     Raises `DoesNotFit` and what a prefill raises.
     """
     stores = [KVStore.open(path) for path in paths]
-    settings = Settings(system=stores[0].manifest.prefill.get("system"))
+    systems = {store.manifest.prefill.get("system") for store in stores}
+    if len(systems) > 1:
+        raise ConfigError("the stores have different system messages: give stores of one, or another --join")
+    settings = Settings(system=systems.pop())
     made = loaded.weights_hash, loaded.weights, loaded.dtype, settings.system
     key = json.dumps([*made, *(store.store_digest for store in stores)])
 
     def fill(path: Path, admit: Callable[[int], None]) -> None:
         tokens = sum(store.manifest.n_tokens for store in stores)
-        admit(store_bytes(loaded.shape, tokens, "auto", loaded.dtype))
+        size = store_bytes(loaded.shape, tokens, "auto", loaded.dtype)
+        try:
+            admit(size)
+        except DoesNotFit as error:
+            raise DoesNotFit(
+                f"the documents take {size:,} bytes as one store, and all such stores may take {limit:,}, of "
+                "which others are in use: ask fewer documents, or give another --join"
+            ) from error
         prefill_texts(loaded, list(_texts(stores, loaded)), path, settings, progress=progress)
 
     with Cache(cache_folder() / FOLDER, limit).holding(key, fill) as path:
@@ -81,4 +92,8 @@ def _texts(stores: Sequence[KVStore], loaded: LoadedModel) -> Iterator[TextDocum
         first = template_length(store, begun)
         for document in store.documents:
             tokens = text_ids(store, tokenizer, max(first, document.start), document.end)
-            yield TextDocument(document.name, decode(tokenizer, tokens))
+            text, heading = decode(tokenizer, tokens), headed(TextDocument(document.name, ""))
+            # Where there are several, each stands behind its name, and will again.
+            if len(store.documents) > 1 and text.lstrip().startswith(heading):
+                text = text.lstrip().removeprefix(heading)
+            yield TextDocument(document.name, text)

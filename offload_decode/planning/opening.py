@@ -43,8 +43,12 @@ class Opener:
         first = stores[0].manifest
         for path, own in zip(paths, (store.manifest for store in stores), strict=True):
             if own.weights_hash != first.weights_hash:
-                made = f"{path} was made by {own.model_id}, and {paths[0]} by {first.model_id}"
-                raise ConfigError(f"{made}: give stores of one model")
+                one, other = (
+                    f"{made.model_id}{made.adapter and ' with '}{made.adapter}" for made in (own, first)
+                )
+                raise ConfigError(
+                    f"{path} was made by {one}, and {paths[0]} by {other}: give stores of one model"
+                )
             if (form := self._form(own)) != (other := self._form(first)):
                 made = f"{path} is asked with another form of the model ({form}) than {paths[0]} ({other})"
                 raise ConfigError(f"{made}: give stores that were prefilled alike")

@@ -73,7 +73,10 @@ class Scheduler:
                 most = f"{settings.max_prompt:,}"
                 raise TooLarge(f"the prompt has {tokens:,} tokens, and this server takes {most}")
             if running.width > settings.max_running:
-                raise TooLarge(f"this server writes at most {settings.max_running} answers at a time")
+                raise TooLarge(
+                    f"these are {running.width} answers at once, and this server writes "
+                    f"{settings.max_running}: ask for fewer"
+                )
             if running.bytes > settings.running_bytes:
                 raise TooLarge("this needs more memory than there is: ask for fewer tokens, or fewer answers")
             with self._changed:

@@ -125,6 +125,8 @@ class Service:
             # A chat may begin with what came of a call, and ask nothing.
             questions = [one.text for one in turns if one.role == "user"] or [""]
             joining = self.together.joining(asked, questions[0], questions[-1])
+            for one in () if joining is None else joining.targets:
+                self.jobs.kept.use(one.entry)
             target = self._target(asked) if joining is None else joining.targets[0]
             scope = target.entry.model_id
             loaded, stored = target.loaded, target.stored
@@ -279,9 +281,12 @@ class Service:
         if joining.join != "read":
             return self._submit(asked, joining, tokens, emit, **more)
         # A model without a corpus, loaded as for these stores, stands behind the passages.
-        name = f"{joining.name}/passages"
-        first = replace(joining.targets[0].entry, name=name, path=None, digest="", identity=None)
+        name, wanted = f"{joining.name}/passages", joining.targets[0]
+        first = replace(wanted.entry, name=name, path=None, digest="", identity=None)
         model = self.loaded_models.get(first)
+        if model.loaded is not wanted.loaded:  # of other stores, or as the model was before
+            self._close(name)
+            model = self.loaded_models.get(first)
         draft = replace(asked, generation=Generation(max_tokens=DRAFT_TOKENS), cite=True)
         reading = Reading(joining, model, tokens, partial(self._submit, asked, **more), emit)
         question = more["question"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.together import weights
+from offload_decode.common.errors import DoesNotFit
 from offload_decode.engine.joint import behind_text
 from offload_decode.engine.reading import text_of
 from offload_decode.models.loading import LoadedModel
@@ -78,7 +79,8 @@ class Together:
                 f"'{entry.name}' is no collection: give the names of several stores in together", "together"
             )
         collection = Collection(entry.path)
-        found = [one for one, _ in collection.scored(first)][: asked.together or DOCUMENTS]
+        most = asked.together or min(DOCUMENTS, self._settings.max_running)
+        found = [one for one, _ in collection.scored(first)][:most]
         if not found:
             raise WrongField("no document contains a word of the question: rephrase it", "messages")
         chosen = sorted(found) if join == "exact" else found
@@ -135,14 +137,15 @@ class Together:
             raise WrongField(f"'{twice}' is given twice, and would count twice: give it once", "together")
         if other := next((entry for entry in entries if not entry.is_store), None):
             raise WrongField(f"'{other.name}' is no store: give the names of stores", "together")
-        forms = {(one.model_id, one.dtype, one.weights, one.scaled) for one in entries}
+        forms = {(one.model_id, one.dtype, one.weights, one.scaled, one.adapter) for one in entries}
         if len(forms) > 1:
             raise WrongField(
                 "the stores are of several models, or of one that is loaded in several ways: give stores "
                 "that were prefilled alike",
                 "together",
             )
-        if model.name not in stores and (model.path is not None or model.model_id != entries[0].model_id):
+        of, made = (model.model_id, model.adapter), (entries[0].model_id, entries[0].adapter)
+        if model.name not in stores and (model.path is not None or of != made):
             raise WrongField(
                 f"'{model.name}' is none of the stores in together, nor their model: name one of them",
                 "model",
@@ -163,11 +166,24 @@ class Together:
             whole.progress = done, total
 
         tell: Progress = note
-        try:
-            return whole.held.enter_context(joined_store(paths, whole.loaded, JOINED_BYTES, tell))
-        except Exception:
-            LOG.warning("%d documents were not prefilled as one", len(paths), exc_info=True)
-            raise
+        while True:
+            try:
+                return whole.held.enter_context(joined_store(paths, whole.loaded, JOINED_BYTES, tell))
+            except DoesNotFit:
+                if not self._let_go():
+                    raise
+            except Exception:
+                LOG.warning("%d documents were not prefilled as one", len(paths), exc_info=True)
+                raise
+
+    def _let_go(self) -> bool:
+        """Let the cache drop the store that was asked longest ago; who has it open keeps it."""
+        with self._lock:
+            for digests, one in self._wholes.items():
+                if one.made.done():
+                    self._wholes.pop(digests).held.close()
+                    return True
+        return False
 
 
 @dataclass

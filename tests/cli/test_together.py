@@ -19,7 +19,9 @@ from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
+from offload_decode.prefill_jobs.joined import joined_store
 from offload_decode.prefill_jobs.on_ray import asking
+from offload_decode.store.reader import KVStore
 from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
 from tests.tiny import let_models_write, saved_model
 
@@ -111,6 +113,17 @@ def test_documents_are_prefilled_as_one_and_found_again(collection, stores, text
     assert f"{told}." in done("ask", *stores, *dense).err
     assert [path.stat().st_ctime_ns for path in kept[0].parent.parent.glob("*/content")] == [made]
     assert "joined" in done("cache").out
+
+
+def test_a_store_of_several_documents_is_joined_without_its_headings(stores, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files = sorted(texts.iterdir())
+    loaded = Engine.open(stores[0]).loaded
+    every = [TextDocument(file.name, file.read_text()) for file in files]
+    for name, documents in (("two", every[:2]), ("third", every[2:]), ("whole", every)):
+        prefill_texts(loaded, documents, tmp_path / name)
+    with joined_store([tmp_path / "two", tmp_path / "third"], loaded, 1 << 30) as path:
+        assert KVStore.open(path).tokens.tolist() == KVStore.open(tmp_path / "whole").tokens.tolist()
 
 
 def test_a_batch_answers_each_question_once(collection, out, tmp_path):

@@ -178,5 +178,12 @@ def test_a_collection_is_a_model_by_its_name(serve, shelf, tmp_path):
         asked = {"messages": [{"role": "user", "content": "Is it red?"}], "max_tokens": 4}
         answer = client.chat.completions.create(model="colours.collection", **asked)
         assert answer.model_extra["joined"]["documents"][0]["document"] == "red.txt"
+        *written, last = client.chat.completions.create(model="colours.collection", stream=True, **asked)
+        assert (
+            "".join(part.choices[0].delta.content or "" for part in written)
+            == answer.choices[0].message.content
+        )
+        assert last.choices[0].delta.content is None
+        assert last.model_extra["joined"] == answer.model_extra["joined"]
         assert httpx.get(f"{url}/v1/stores").json()["data"] == []
         assert httpx.get(f"{url}/v1/stores/colours.collection").status_code == 404

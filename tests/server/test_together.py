@@ -1,6 +1,7 @@
 """Stores that answer a request together say what `engine.joint` says of them, among other requests."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,10 @@ from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
+from offload_decode.prefill_jobs import joined as joined_module
 from offload_decode.prefill_jobs.collect import collect
 from offload_decode.prefill_jobs.job import Maker, Settings
+from offload_decode.prefill_jobs.joined import joined_store
 from offload_decode.server import together
 from offload_decode.server.requests import (
     Busy,
@@ -166,6 +169,44 @@ def test_documents_are_prefilled_as_one(shelf, service, tmp_path, monkeypatch):
     with pytest.raises(Busy, match="wait to be prefilled as one"):
         ask(service, together=BOTH[::-1], join="exact")
     assert "prefilled as one text" in heard.done.notes[0]
+
+
+def test_the_oldest_joined_store_makes_room_for_another(service, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = []
+
+    def joined(paths, loaded, limit, progress):
+        sizes.append(limit)
+        return joined_store(paths, loaded, 3 << 20, progress)
+
+    monkeypatch.setattr(together, "joined_store", joined)
+    monkeypatch.setattr(joined_module, "store_bytes", lambda *_: 2 << 20)
+    for names in (BOTH, BOTH[::-1], BOTH):
+        with pytest.raises(Loading):
+            ask(service, together=names, join="exact")
+        whole = next(reversed(service.together._wholes.values()))
+        assert whole.made.result(timeout=60).exists()
+        assert ask(service, together=names, join="exact").all().error is None
+    assert len(sizes) == 5, "each but the first was tried again when there was room"
+
+
+def test_passages_are_read_by_the_model_of_their_stores(service):
+    first = ask(service, together=BOTH, join="read").all()
+    [(key, target)] = [
+        one for one in service.loaded_models._open.items() if one[0].model.endswith("/passages")
+    ]
+    other = replace(target, loaded=replace(target.loaded))
+    service.loaded_models._open[key] = other
+    again = ask(service, together=BOTH, join="read").all()
+    assert service.loaded_models._open[key].loaded is target.loaded
+    assert again.text == first.text
+
+
+def test_stores_that_answer_together_are_in_use(service, monkeypatch):
+    used = []
+    monkeypatch.setattr(service.jobs.kept, "use", lambda entry: used.append(entry.name))
+    ask(service, together=BOTH).all()
+    assert used == [*BOTH]
 
 
 def test_what_cannot_be_is_refused_by_its_name(shelf, place, serve):

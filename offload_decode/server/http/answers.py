@@ -363,7 +363,12 @@ class AnswerReply(Reply, ABC):
             self.collect(part, event)
             last = self._cost | ({"usage": self._total()} if self._usage else {})
             if {*last} - {"warnings"} and len(self.answered) == self._requests:
-                yield make(self.part, "object", **shared | last, choices=[])
+                asked = self._usage or self._body.citations or self._body.together is not None
+                yield make(self.part, "object", **shared | last, choices=[] if asked else self.nothing())
+
+    def nothing(self) -> list[BaseModel]:
+        """The choices of a last chunk that nobody asked for: clients read the first of every other one."""
+        return []
 
     async def whole(self) -> BaseModel:
         choices = [

@@ -17,7 +17,7 @@ from openai.types.chat.chat_completion_chunk import Choice as Part
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaFunctionCall, ChoiceDeltaToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as PartLogprobs
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
-from pydantic import Field, Tag
+from pydantic import BaseModel, Field, Tag
 
 from offload_decode.server.http.answers import (
     MOST_TOKENS,
@@ -296,6 +296,9 @@ class ChatReply(AnswerReply):
                 yield Part(index=index, delta=delta, finish_reason=None, logprobs=known)
             case Ended(index, finish):
                 yield Part(index=index, delta=ChoiceDelta(), finish_reason=self._finish(finish))
+
+    def nothing(self) -> list[BaseModel]:
+        return [Part(index=0, delta=ChoiceDelta(), finish_reason=None)]
 
     def _finish(self, finish: Finish) -> Finish | Literal["function_call"]:
         return "function_call" if self._older and finish == "tool_calls" else finish
