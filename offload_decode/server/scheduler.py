@@ -104,7 +104,8 @@ class Scheduler:
                 return True
         with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
             self._ending.submit(int).result()  # all that has ended before is put away then
-        return False
+        with self._changed:  # a draft that ended has put its answer's request
+            return any(name in one.names for one in (*self._running, *self._waiting))
 
     def close(self, grace_s: float = 0.0) -> None:
         """Take on nothing more; what runs has so many seconds to end, and is then ended."""

@@ -4,6 +4,7 @@ store is opened first, longer: an event loop calls them in a thread.
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -288,7 +289,13 @@ class Service:
             self._close(name)
             model = self.loaded_models.get(first)
         draft = replace(asked, generation=Generation(max_tokens=DRAFT_TOKENS), cite=True)
-        reading = Reading(joining, model, tokens, partial(self._submit, asked, **more), emit)
+        most, began = self._deadline(asked), time.monotonic()
+
+        def answer(target: Target, put: Sequence[int], hear: Emit) -> Ticket:
+            left = replace(asked, deadline_s=max(most - (time.monotonic() - began), 0.001))
+            return self._submit(left, target, put, hear, **more)
+
+        reading = Reading(joining, model, tokens, answer, emit)
         question = more["question"]
         return reading.begin(lambda own, hear: self._submit(draft, own, tokens, hear, question=question))
 
@@ -296,13 +303,16 @@ class Service:
         self, asked: AskOptions, target: Target | Joining, tokens: Sequence[int], emit: Emit, **more: Any
     ) -> Ticket:
         targets = target.targets if isinstance(target, Joining) else (target,)
-        wanted, settings = asked.generation, self.settings
-        wanted = replace(wanted, max_tokens=self._room(targets, len(tokens), asked))
+        wanted = replace(asked.generation, max_tokens=self._room(targets, len(tokens), asked))
         check_generation(targets[0].loaded, wanted)
         shared = {one.name: getattr(asked, one.name) for one in fields(AskOptions)}
-        shared["deadline_s"] = min(asked.deadline_s or settings.deadline_s, settings.deadline_s)
+        shared["deadline_s"] = self._deadline(asked)
         request = Request(**{**shared, "generation": wanted}, tokens=tuple(tokens), **more)
         return self.scheduler.submit(request, target, emit)
+
+    def _deadline(self, asked: AskOptions) -> float:
+        """Seconds in which a request must be answered."""
+        return min(asked.deadline_s or self.settings.deadline_s, self.settings.deadline_s)
 
     def _room(self, targets: Sequence[Target], prompt: int, asked: AskOptions) -> int:
         """How many tokens an answer may have: what was asked for, as far as the contexts and the memory for

@@ -11,7 +11,8 @@ from offload_decode.engine import reading as reading_module
 from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
-from offload_decode.engine.reading import Reading
+from offload_decode.engine.reading import Reading, text_of
+from offload_decode.types import CitedDocument, CitedSpan
 from tests.card import stand_in
 from tests.tiny import let_models_write, random_ids, served_model, token_store
 
@@ -229,3 +230,12 @@ def test_weights_are_numbers_from_zero_on_one_for_each_document_and_not_all_zero
 def test_an_unknown_way_is_refused(engines):
     with pytest.raises(ConfigError, match="mixture, product, pced"):
         Joint(engines, "vote")
+
+
+def test_passages_of_those_that_gave_most_are_read_in_the_order_of_the_documents():
+    spans = tuple(CitedSpan(0, 1, text, 0.1) for text in ("first", "second", "third"))
+    cited = [CitedDocument(f"{place}.txt", share, spans) for place, share in enumerate([0.1, 0.3, 0.2] * 8)]
+    read = text_of(cited).split("\n\n")
+    kept = [place for place in range(24) if place % 3]
+    assert read == [f"{place}.txt: {text}" for place in kept for text in ("first", "second")]
+    assert text_of([]) == text_of([CitedDocument("a.txt", 1.0, ())]) == ""

@@ -89,7 +89,7 @@ def test_few_rows_are_multiplied_as_many_are(tmp_path: Path, family: str, weight
     """
     saved(text_model(family=family, **SIZES), tmp_path / "model")
     model = load(str(tmp_path / "model"), "cpu", weights=weights).model
-    prompts = torch.randint(3, 60, (5, 1, FEW_ROWS + 24), generator=torch.Generator().manual_seed(0))
+    prompts = torch.randint(3, 60, (15, 1, FEW_ROWS + 24), generator=torch.Generator().manual_seed(0))
 
     def few_rows() -> torch.Tensor:
         found = [model(input_ids=ids[:, :16], use_cache=False).logits[0] for ids in prompts]

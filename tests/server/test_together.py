@@ -190,6 +190,20 @@ def test_the_oldest_joined_store_makes_room_for_another(service, tmp_path, monke
     assert len(sizes) == 5, "each but the first was tried again when there was room"
 
 
+def test_a_draft_takes_its_time_from_the_answer(service, monkeypatch):
+    put, given = service.scheduler.submit, []
+
+    def submit(request, target, emit):
+        given.append(request.deadline_s)
+        return put(request, target, emit)
+
+    monkeypatch.setattr(service.scheduler, "submit", submit)
+    assert ask(service, together=BOTH, join="read", deadline_s=30).all().error is None
+    first, second = given
+    assert first == 30
+    assert 0 < second < 30
+
+
 def test_passages_are_read_by_the_model_of_their_stores(service):
     first = ask(service, together=BOTH, join="read").all()
     [(key, target)] = [
