@@ -98,7 +98,8 @@ def collect(
         if (stated := changing.header) is not None:
             dtype = stated.dtype if maker.dtype == "auto" else maker.dtype
             own = maker.model, maker.weights, _stated(maker.settings), dtype
-            if own != (stated.model_id, stated.weights, stated.settings, stated.dtype):
+            # An adapter is in the hash of the weights alone.
+            if maker.adapter or own != (stated.model_id, stated.weights, stated.settings, stated.dtype):
                 changing.state(_header(maker))  # else its name is enough until it is loaded
         collecting = _Collecting(changing, words, maker, metadata, report, progress)
         unread = [one for one in walk.skipped if one.unread]

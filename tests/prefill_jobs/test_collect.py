@@ -31,6 +31,7 @@ from offload_decode.prefill_jobs.folders import Rules
 from offload_decode.prefill_jobs.job import Maker, Settings, prefill, prepare
 from offload_decode.store.reader import KVStore
 from tests.prefill_jobs.killing import tree
+from tests.tiny import plain_lora
 
 SETTINGS = Settings(options={"chunk": "32"})
 
@@ -261,9 +262,11 @@ def test_one_process_changes_it_at_a_time(maker, texts, out):
         collect(str(texts), out, maker)
 
 
-def test_a_collection_has_one_model_and_one_way_of_prefilling(maker, texts, out, collected):
+def test_a_collection_has_one_model_and_one_way_of_prefilling(maker, texts, out, collected, tmp_path):
     with pytest.raises(StoreMismatch, match="differs in settings"):
         collect(str(texts), out, Maker(maker.model, Settings(options={"chunk": "16"})))
+    with pytest.raises(StoreMismatch, match="differs in weights"):  # though there is nothing to prefill
+        collect(str(texts), out, Maker(maker.model, SETTINGS, adapter=str(plain_lora(tmp_path / "lora"))))
     (texts / "new.txt").write_text("news")
     with pytest.raises(StoreMismatch, match="dtype"):
         collect(str(texts), out, Maker(maker.model, SETTINGS, dtype="bfloat16"))
