@@ -66,7 +66,9 @@ class Scheduler:
         if isinstance(target, Joining):
             running: RunningRequest = JointRequest(request, target, emit, self.metrics.watch(target.name))
         else:
-            running = RunningRequest(request, target, emit, self.metrics.watch(target.entry.name))
+            # Passages and documents have no name of their own in the catalog: their collection's comes first.
+            name = target.entry.name.partition("/")[0]
+            running = RunningRequest(request, target, emit, self.metrics.watch(name))
         settings, tokens = self.settings, len(request.tokens)
         try:
             if tokens > settings.max_prompt:

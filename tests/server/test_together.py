@@ -120,6 +120,7 @@ def test_passages_are_read(shelf, service):
     assert [one.name for one in heard.citations] == [one.name for one in answer.citations]
     assert heard.done.joined.join == "read"
     assert heard.done.stats.tokens >= answer.stats.tokens
+    assert b"passages" not in service.metrics.text(), "metrics are of names of the catalog"
 
 
 def test_a_request_that_is_joined_is_cancelled_between_tokens(service):
