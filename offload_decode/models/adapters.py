@@ -227,8 +227,8 @@ def _of_pattern(path: Path, stated: Mapping[str, Any], kind: str, name: str) -> 
     patterns = stated.get(f"{kind}_pattern") or {}
     value = stated.get({"rank": "r", "alpha": "lora_alpha"}[kind], 8)
     for pattern, own in patterns.items() if isinstance(patterns, dict) else [("", None)]:
-        # Without groups no pattern takes longer than its length allows.
-        if len(pattern) > _MOST_PATTERN or "(" in pattern or pattern.count("*") + pattern.count("+") > 3:
+        # Without groups, and with few repetitions, no pattern takes longer than its length allows.
+        if len(pattern) > _MOST_PATTERN or "(" in pattern or sum(map(pattern.count, "*+?{")) > 3:
             raise ModelError(
                 f"the adapter {path} has a {kind}_pattern {pattern[:80]} that is not read: {MERGE}"
             )
