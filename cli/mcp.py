@@ -62,7 +62,7 @@ def mcp(
     apply_caps(options.caps, options.config.device)
     announce_compiling()
     exit_on_bus_error()
-    with closing(Service(Catalog(places, options.config.model), settings)) as service:
+    with closing(Service(Catalog(places, options.config.model, options.config.adapter), settings)) as service:
         service.preload()
         if bound is None:
             create_server(service).run("stdio")

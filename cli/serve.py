@@ -154,7 +154,9 @@ def serve(
     apply_caps(options.caps, options.config.device)
     announce_compiling()
     exit_on_bus_error()
-    service = Service(Catalog([Path(place) for place in places], options.config.model), settings)
+    service = Service(
+        Catalog([Path(place) for place in places], options.config.model, options.config.adapter), settings
+    )
     names = [entry.name for entry in service.catalog.entries()]
     output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")
     announce(address_of(bound), guarded)

@@ -185,7 +185,7 @@ class Catalog:
     themselves. Thread-safe. Raises `ConfigError` for a place that is not there.
     """
 
-    def __init__(self, places: Sequence[Path], model: str | None = None) -> None:
+    def __init__(self, places: Sequence[Path], model: str | None = None, adapter: str | None = None) -> None:
         self._places = [Path(os.path.abspath(place)) for place in places]
         for place in self._places:
             if not place.is_dir():
@@ -196,6 +196,7 @@ class Catalog:
         # A folder by its whole path, as the manifests of stores have it.
         is_folder = model is not None and model not in demo_models.NAMES and os.path.exists(model)
         self._model = str(Path(model).resolve()) if is_folder and model else model
+        self._adapter = str(Path(adapter).resolve()) if adapter else ""
         self._began = int(time.time())
         self._lock = threading.Lock()
         self._hidden: set[Path] = set()
@@ -311,7 +312,9 @@ class Catalog:
         first: dict[tuple[str, str], Entry] = {}
         for entry in stores.values():
             first.setdefault((entry.model_id, entry.adapter), entry)
-        for model, adapter in dict.fromkeys([*([(self._model, "")] if self._model else []), *first]):
+        for model, adapter in dict.fromkeys(
+            [*([(self._model, self._adapter)] if self._model else []), *first]
+        ):
             store = first.get(
                 (model, adapter)
             )  # the model is loaded as for it; None where it is only given by name

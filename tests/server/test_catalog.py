@@ -296,3 +296,8 @@ def test_a_store_of_a_text_longer_than_the_training_is_noted_and_logged_once(she
     note = catalog.entry("long").note
     assert note.startswith("40 tokens with a question and an answer are more than the 16 that the model")
     assert caplog.text.count(note) == 1
+
+
+def test_a_bare_model_that_is_given_with_an_adapter_has_it_in_its_name(tmp_path):
+    (bare,) = Catalog([tmp_path], "demo", str(tmp_path / "legal")).entries()
+    assert (bare.name, bare.adapter) == ("demo+legal", str(tmp_path / "legal"))
