@@ -93,7 +93,7 @@ class Answers:
             yield way, Reading(engines).answer(put, given, NEW).text, 0.0
         elif name == "exact":
             stores = [self.collection.store(entry) for entry in sorted(entries)]
-            with joined_store(stores, self.loaded, 20 << 30) as whole:
+            with joined_store(stores, self.loaded) as whole:
                 yield way, Engine.open(whole, self.loaded).answer(put, NEW).text, 0.0
         elif name == "top":
             yield way, engines[0].answer(put, NEW).text, 0.0

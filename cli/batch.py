@@ -129,7 +129,11 @@ def batch(
         if address is not None:
             _ask_server(address, unasked, job)
         elif unasked and together.together is not None:
-            _answer_together(unasked, job, Together(stores, collection, together, options, cites), cluster)
+            joining = Together(stores, collection, together, options, cites)
+            if cluster is None:
+                _answer_together(unasked, job, joining)
+            else:
+                _answer_together_on_ray(cluster, unasked, job, joining)
         elif unasked and cluster is not None:
             _answer_on_ray(cluster, unasked, job)
         elif unasked:
@@ -224,22 +228,8 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
             job.fail(store, len(group) - answered, error)
 
 
-def _answer_together(
-    left: dict[str, list[Question]], job: Batch, together: Together, cluster: Cluster | None
-) -> None:
-    """Answer one question after the other, each from all of its stores; on a cluster each by a worker."""
-    if cluster is not None:
-        asked = [(store, question) for store, group in left.items() for question in group]
-        parts = [together.question(question.text) for _, question in asked]
-        addresses = [address for part in parts for address in part.addresses]
-        for number, result in _on_ray(cluster, parts, job, addresses):
-            store, question = asked[number]
-            if isinstance(result, OffloadDecodeError):
-                job.fail(store, 1, result)
-            else:
-                given, told = result
-                job.write(store, [(question, answer_fields(given) | told)])
-        return
+def _answer_together(left: dict[str, list[Question]], job: Batch, together: Together) -> None:
+    """Answer one question after the other, each from all of its stores."""
     for store, group in left.items():
         for question in group:
             try:
@@ -248,6 +238,22 @@ def _answer_together(
                     job.write(store, [(question, answer_fields(given) | talk.fields())])
             except OffloadDecodeError as error:
                 job.fail(store, 1, error)
+
+
+def _answer_together_on_ray(
+    cluster: Cluster, left: dict[str, list[Question]], job: Batch, together: Together
+) -> None:
+    """Answer each question by one worker, from all of its stores."""
+    asked = [(store, question) for store, group in left.items() for question in group]
+    parts = [together.question(question.text) for _, question in asked]
+    addresses = [address for part in parts for address in part.addresses]
+    for number, result in _on_ray(cluster, parts, job, addresses):
+        store, question = asked[number]
+        if isinstance(result, OffloadDecodeError):
+            job.fail(store, 1, result)
+        else:
+            given, told = result
+            job.write(store, [(question, answer_fields(given) | told)])
 
 
 def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
-from offload_decode.cli.collections import CACHE, AskedCollection
+from offload_decode.cli.collections import AskedCollection
 from offload_decode.cli.limits import AskOptions, opener_of
-from offload_decode.cli.options import RETRIEVAL, byte_count, option
+from offload_decode.cli.options import RETRIEVAL, option
 from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import Question, assign
 from offload_decode.common.errors import ConfigError
@@ -160,9 +160,9 @@ class Together:
                 names = [entry.name for entry in entries]
                 addresses = [own.address(entry) for entry in entries]
                 weigh = partial(weights, own, entries=entries)
-            progress = held.enter_context(Progress()) if self.choice.way == "exact" else None
-            how = self.choice.way, self.cites, byte_count(CACHE)
-            joint = held.enter_context(opened_together(self.opener, paths, *how, progress))
+            shown = (held.enter_context(Progress()),) if self.choice.way == "exact" else ()
+            opened = opened_together(self.opener, paths, self.choice.way, self.cites, *shown)
+            joint = held.enter_context(opened)
             yield Talk(joint, self.choice.way, names, addresses, weigh)
 
     def question(self, question: str) -> JointQuestion:

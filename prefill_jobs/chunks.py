@@ -207,6 +207,7 @@ class WrittenPrefix:
         assert self.shape.index is not None
         whole, topk = index.generated.shape[2] + self.length, self.shape.index.topk
         if whole > topk and index.least is None:
+            # In the blocks below, as scores that are compared must be equal bit by bit.
             best = index.generated
             for start in range(0, self.length, BLOCK_TOKENS):
                 best = torch.cat([best, self._index_scores(index, start, BLOCK_TOKENS)], dim=-1)

@@ -25,14 +25,16 @@ from offload_decode.store.files import Progress
 from offload_decode.store.reader import KVStore
 
 FOLDER = "joined"
+JOINED_BYTES = 20 << 30
+"""Of all such stores of a user: those that were asked longest ago leave first."""
 
 
 @contextmanager
 def joined_store(
     paths: Sequence[Path],
     loaded: LoadedModel,
-    limit: int,
     progress: Progress = lambda stage, done, total: None,
+    limit: int = JOINED_BYTES,
 ) -> Iterator[Path]:
     """A store of all documents of the stores at `paths`, of one model, prefilled with exact attention,
     while it is used. `limit`: bytes that stores of this kind may take. A prefill that was killed goes on.
@@ -69,17 +71,15 @@ def opened_together(
     paths: Sequence[Path],
     way: str,
     cites: bool,
-    limit: int,
-    progress: Progress | None = None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Iterator[Joint]:
-    """The stores at `paths` as conversations that answer together, in a way of `--join`. `cites`, `limit`: as
-    `Joint` and `joined_store` have them. Raises as these, and as `Opener.open_all`.
+    """The stores at `paths` as conversations that answer together, in a way of `--join`; `cites` as for
+    `Joint`. Raises as this, as `joined_store` and as `Opener.open_all`.
     """
     with ExitStack() as held:
         engines = opener.open_all([str(path) for path in paths])
         if way == "exact":
-            more = () if progress is None else (progress,)
-            whole = held.enter_context(joined_store(paths, engines[0].loaded, limit, *more))
+            whole = held.enter_context(joined_store(paths, engines[0].loaded, progress))
             engines, way = [opener.open(str(whole))], "mixture"
         yield Reading(engines) if way == "read" else Joint(engines, way, cites)
 

@@ -57,11 +57,9 @@ class Engine(Conversation):
         model = config.model if model is None else model
         opened = store if isinstance(store, KVStore) else KVStore.open(store)
         if model is None or isinstance(model, str):
-            named = opened.manifest.model_id if model is None else model
-            weights = config.weights_after(opened.manifest.weights)
             own = opened.manifest
-            lora = config.adapter or own.adapter
-            loaded = load(named, config.device, own.dtype, weights, own.scaled, lora)
+            how = own.dtype, config.weights_after(own.weights), own.scaled, config.adapter or own.adapter
+            loaded = load(own.model_id if model is None else model, config.device, *how)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
         without = {"tokenizer_hash": None} if loaded.tokenizer is None else {}

@@ -312,12 +312,10 @@ class Catalog:
         first: dict[tuple[str, str], Entry] = {}
         for entry in stores.values():
             first.setdefault((entry.model_id, entry.adapter), entry)
-        for model, adapter in dict.fromkeys(
-            [*([(self._model, self._adapter)] if self._model else []), *first]
-        ):
-            store = first.get(
-                (model, adapter)
-            )  # the model is loaded as for it; None where it is only given by name
+        given = [(self._model, self._adapter)] if self._model else []
+        for model, adapter in dict.fromkeys([*given, *first]):
+            # The model is loaded as for this one; None where it is only given by name.
+            store = first.get((model, adapter))
             found[f"model {_with(model, adapter)}"] = Entry(
                 name=readable(_with(_last(model), adapter)),
                 path=None,

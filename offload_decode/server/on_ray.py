@@ -95,7 +95,8 @@ class BucketCatalog(Catalog):
         caches = {entry.path.parent for entry in self._far.values() if entry.path is not None}
         for cache in caches:
             cache.mkdir(parents=True, exist_ok=True)
-        super().__init__([*plan.places, *sorted(caches)], plan.settings.config.model)
+        config = plan.settings.config
+        super().__init__([*plan.places, *sorted(caches)], config.model, config.adapter)
 
     def entries(self) -> tuple[Entry, ...]:
         here = {entry.name: entry for entry in super().entries()}

@@ -101,12 +101,14 @@ class Scheduler:
 
     def uses(self, name: str) -> bool:
         """Whether a name is being answered from, or an answer of it is being put away."""
-        with self._changed:
-            if any(name in one.names for one in (*self._running, *self._waiting)):
-                return True
+        if self._answers(name):
+            return True
         with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
             self._ending.submit(int).result()  # all that has ended before is put away then
-        with self._changed:  # a draft that ended has put its answer's request
+        return self._answers(name)  # a draft that ended has put its answer's request
+
+    def _answers(self, name: str) -> bool:
+        with self._changed:
             return any(name in one.names for one in (*self._running, *self._waiting))
 
     def close(self, grace_s: float = 0.0) -> None:

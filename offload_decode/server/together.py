@@ -43,8 +43,6 @@ from offload_decode.store.files import Progress
 LOG = logging.getLogger("offload_decode.server")
 DOCUMENTS = 4
 """Of a collection, where a request does not say how many."""
-JOINED_BYTES = 20 << 30
-"""Of stores that were prefilled as one, in the user's cache."""
 HELD = 8
 """Of these, so many stay while they are served, and so many wait to be made."""
 
@@ -168,7 +166,7 @@ class Together:
         tell: Progress = note
         while True:
             try:
-                return whole.held.enter_context(joined_store(paths, whole.loaded, JOINED_BYTES, tell))
+                return whole.held.enter_context(joined_store(paths, whole.loaded, tell))
             except DoesNotFit:
                 if not self._let_go():
                     raise

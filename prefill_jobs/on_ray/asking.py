@@ -56,8 +56,6 @@ class JointQuestion:
         return self.stores[0]
 
 
-JOINED_BYTES = 20 << 30
-"""Of stores on a machine that were prefilled from several."""
 JointAnswer = tuple[Answer, Mapping[str, object]]
 """With what a line says of its documents."""
 
@@ -97,7 +95,7 @@ class Asker(Worker):
         self._close(0)
         with ExitStack() as held:
             paths = [Path(held.enter_context(self.held(store))) for store in task.stores]
-            opened = opened_together(self.opener, paths, task.way, self.cites, JOINED_BYTES)
+            opened = opened_together(self.opener, paths, task.way, self.cites)
             joint = held.enter_context(opened)
             talk = Talk(joint, task.way, task.names, task.addresses, lambda question: task.weights)
             answer = talk.answer(task.question, self.max_new_tokens)

@@ -122,7 +122,7 @@ def test_a_store_of_several_documents_is_joined_without_its_headings(stores, tex
     every = [TextDocument(file.name, file.read_text()) for file in files]
     for name, documents in (("two", every[:2]), ("third", every[2:]), ("whole", every)):
         prefill_texts(loaded, documents, tmp_path / name)
-    with joined_store([tmp_path / "two", tmp_path / "third"], loaded, 1 << 30) as path:
+    with joined_store([tmp_path / "two", tmp_path / "third"], loaded) as path:
         assert KVStore.open(path).tokens.tolist() == KVStore.open(tmp_path / "whole").tokens.tolist()
 
 

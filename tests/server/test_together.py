@@ -174,11 +174,11 @@ def test_documents_are_prefilled_as_one(shelf, service, tmp_path, monkeypatch):
 
 def test_the_oldest_joined_store_makes_room_for_another(service, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    sizes = []
+    tried = []
 
-    def joined(paths, loaded, limit, progress):
-        sizes.append(limit)
-        return joined_store(paths, loaded, 3 << 20, progress)
+    def joined(paths, loaded, progress):
+        tried.append(paths)
+        return joined_store(paths, loaded, progress, 3 << 20)
 
     monkeypatch.setattr(together, "joined_store", joined)
     monkeypatch.setattr(joined_module, "store_bytes", lambda *_: 2 << 20)
@@ -188,7 +188,7 @@ def test_the_oldest_joined_store_makes_room_for_another(service, tmp_path, monke
         whole = next(reversed(service.together._wholes.values()))
         assert whole.made.result(timeout=60).exists()
         assert ask(service, together=names, join="exact").all().error is None
-    assert len(sizes) == 5, "each but the first was tried again when there was room"
+    assert len(tried) == 5, "each but the first was tried again when there was room"
 
 
 def test_a_draft_takes_its_time_from_the_answer(service, monkeypatch):
