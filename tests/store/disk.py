@@ -32,8 +32,9 @@ class Disk:
         self._bytes: dict[int, bytes] = {}
         self._folders: set[int] = set()
         self._held: dict[int, int] = {}  # an inode that is open is not given to another file
-        for folder, _, names in os.walk(root):
-            for path in (Path(folder), *(Path(folder, name) for name in names)):
+        for folder, folders, names in os.walk(root):
+            folders.sort()
+            for path in (Path(folder), *(Path(folder, name) for name in sorted(names))):
                 self._keep(path)
 
     def watch(self, patched: pytest.MonkeyPatch) -> None:
@@ -44,7 +45,7 @@ class Disk:
         """Leave of `root` what a power cut might."""
         files, now = self._found()
         before = {(folder, name): inode for folder, own in self._names.items() for name, inode in own.items()}
-        applied = {inode: rng.random() < 0.5 for inode in {*before.values(), *now.values()}}
+        applied = self._applied(before, now, rng)
         kept: Names = {place: inode for place, inode in before.items() if now.get(place) == inode}
         for place, inode in before.items():
             # A name that was given to another file is never without one.
@@ -67,8 +68,7 @@ class Disk:
                     plan[where] = self._torn(inode, files.get(inode), rng)
 
         place_all(os.stat(self.root).st_ino, "")
-        for descriptor in self._held.values():
-            os.close(descriptor)
+        self.close()
         shutil.rmtree(self.root)
         self.root.mkdir()
         for name, data in plan.items():
@@ -76,6 +76,26 @@ class Disk:
                 (self.root / name).mkdir()
             else:
                 (self.root / name).write_bytes(data)
+
+    def close(self) -> None:
+        """Let the inodes go."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+    @staticmethod
+    def _applied(before: Names, now: Names, rng: random.Random) -> dict[int, bool]:
+        """For each inode whether its new names reached the disk; of two that exchanged names both or
+        neither.
+        """
+        # In the order in which they were found, which is by name: inode numbers differ from run to run.
+        applied = {inode: rng.random() < 0.5 for inode in dict.fromkeys([*now.values(), *before.values()])}
+        came_from = {inode: place for place, inode in before.items()}
+        for place, inode in now.items():
+            other = before.get(place, inode)
+            if other != inode and now.get(came_from.get(inode, place)) == other:
+                applied[inode] = applied[other]
+        return applied
 
     def _flush(self, path: str | Path) -> None:
         self.left -= 1
@@ -89,7 +109,8 @@ class Disk:
             self._held[inode] = os.open(path, os.O_RDONLY)
         if os.path.isdir(path):
             with os.scandir(path) as entries:
-                self._names[inode] = {entry.name: entry.inode() for entry in entries}
+                found = sorted((entry.name, entry.inode()) for entry in entries)
+            self._names[inode] = dict(found)
             self._folders.add(inode)
         else:
             self._bytes[inode] = Path(path).read_bytes()
@@ -100,7 +121,8 @@ class Disk:
         names: Names = {}
         for folder, folders, own in os.walk(self.root):
             here = os.stat(folder).st_ino
-            for name in (*folders, *own):
+            folders.sort()
+            for name in (*folders, *sorted(own)):
                 path = Path(folder, name)
                 names[here, name] = inode = path.stat().st_ino
                 if name in folders:

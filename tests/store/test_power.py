@@ -23,6 +23,7 @@ def flushes(folder: Path, patch: pytest.MonkeyPatch, work: Callable[[], object])
     with patch.context() as patched:
         disk.watch(patched)
         work()
+    disk.close()
     assert 0 < disk.left < MANY
     return MANY - disk.left
 
@@ -36,6 +37,7 @@ def cut(folder: Path, case: tuple[int, int], patch: pytest.MonkeyPatch, work: Ca
         disk.watch(patched)
         try:
             work()
+            disk.close()
             return False
         except PowerCut:
             pass
