@@ -54,7 +54,7 @@ def _block_model(file: _File, converted: Converted, config: Any, dtype: torch.dt
 
 
 def _read(kind: Any, file: _File, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    with hushed():
+    with hushed(), Unfilled():
         model, report = kind.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
         )
