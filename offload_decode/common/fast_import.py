@@ -21,8 +21,10 @@ LIBRARIES = ("psutil", "scipy", "sklearn")
 FLAGS = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 _ASKED = "transformers.utils.import_utils"
 _PATTERNS = "transformers.core_model_loading"
+_ALGEBRA = "numba.np.arraymath"
 _DYNAMO = "torch._dynamo"
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
+_BLAS = "scipy.linalg"
 
 
 def skip_slow_imports() -> None:
@@ -81,8 +83,8 @@ class _Finder(MetaPathFinder):
             spec = PathFinder.find_spec(name, path)
             if spec is None or spec.loader is None:
                 return None
-            if change := _CHANGES.get(name):
-                vars(spec.loader)["exec_module"] = partial(_run, spec.loader.exec_module, change)
+            if load := _CHANGES.get(name):
+                vars(spec.loader)["exec_module"] = partial(load, spec.loader.exec_module)
                 return spec
             package = spec.submodule_search_locations is not None
             return ModuleSpec(name, _Made(_StandIn(name, spec)), is_package=package)
@@ -106,12 +108,8 @@ class _Made(Loader):
         pass
 
 
-def _run(load: Callable[[ModuleType], None], change: Callable[[ModuleType], None], own: ModuleType) -> None:
-    load(own)
-    change(own)
-
-
-def _without_libraries(module: ModuleType) -> None:
+def _without_libraries(load: Callable[[ModuleType], None], module: ModuleType) -> None:
+    load(module)
     for flag in FLAGS:
         setattr(module, flag, lambda: False)
     known = vars(module)
@@ -126,8 +124,21 @@ def _without_libraries(module: ModuleType) -> None:
         known["create_import_structure_from_path"] = lru_cache(None)(walked.__wrapped__)
 
 
-def _compiling_late(module: ModuleType) -> None:
+def _without_blas(load: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Without BLAS, for which numba imports scipy where it is installed: our loops call none of it."""
+    loaded = sys.modules.get(_BLAS)
+    sys.modules[_BLAS] = None  # type: ignore[assignment]  # importlib's mark of a module that cannot be imported
+    try:
+        load(module)
+    finally:
+        del sys.modules[_BLAS]
+        if loaded is not None:
+            sys.modules[_BLAS] = loaded
+
+
+def _compiling_late(load: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Compile its thousand patterns of weight names, one for every architecture, only when used."""
+    load(module)
     if vars(module).get("re") is re:
         vars(module)["re"] = SimpleNamespace(**{**vars(re), "compile": LatePattern})
 
@@ -148,4 +159,8 @@ class LatePattern:
         return getattr(self._compiled, name)
 
 
-_CHANGES: dict[str, Callable[[ModuleType], None]] = {_ASKED: _without_libraries, _PATTERNS: _compiling_late}
+_CHANGES: dict[str, Callable[[Callable[[ModuleType], None], ModuleType], None]] = {
+    _ASKED: _without_libraries,
+    _PATTERNS: _compiling_late,
+    _ALGEBRA: _without_blas,
+}

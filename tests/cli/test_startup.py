@@ -20,6 +20,7 @@ NEVER = {
     "matplotlib",
     "pandas",
     "rich",
+    "scipy.linalg",
     "scipy.optimize",
     "sklearn",
     "sympy",

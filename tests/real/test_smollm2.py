@@ -22,6 +22,8 @@ from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.store.reader import KVStore
+from tests.cli.conftest import imported
+from tests.cli.test_startup import NEVER
 
 FILE = Path(os.environ.get("OFFLOAD_DECODE_MODELS", ".models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = [
@@ -61,6 +63,14 @@ def store(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefill_texts(loaded, texts, path)
     build_indexes(path, "clusters")
     return path
+
+
+def test_a_question_imports_nothing_slow(store: Path) -> None:
+    printed, modules = imported(
+        "ask", store, "Who is the keeper of the harbour office?", "--max-new-tokens", "1"
+    )
+    assert printed
+    assert not NEVER & modules
 
 
 def test_behind_a_stored_prefix_it_equals_transformers(whole: Any, tmp_path: Path) -> None:
