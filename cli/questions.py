@@ -14,12 +14,13 @@ from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.prefill_jobs.documents.files import read_plain
 
-# Fields that an answer adds: a question's own field of that name would be lost.
-_RESERVED = (
-    *("answer", "grounded", "tokens", "finish", "citations"),
+# Fields of an answer's line that say how it was answered, those that only some have among them.
+_SETTINGS = (
     *("selector", "options", "max_new_tokens", "model", "adapter", "weights", "cite", "only_grounded"),
-    *("together", "join", "joined"),
+    *("together", "join"),
 )
+# Fields that an answer adds: a question's own field of that name would be lost.
+_RESERVED = ("answer", "grounded", "tokens", "finish", "citations", *_SETTINGS, "joined")
 _FIRST = '{"id": '
 _LONGEST = 16 << 20  # bytes of an answer's line, which is read whole
 
@@ -175,7 +176,9 @@ def _answered(path: Path, number: int, line: bytes, settings: dict[str, Any]) ->
     try:
         fields = files.parse(line)
         key = _key(fields["store"], fields["id"], fields["question"])
-        before = {name: fields[name] for name in settings}
+        before = {name: fields[name] for name in _SETTINGS if name in fields}
+        if not before:
+            raise KeyError("settings")
     except (ValueError, KeyError, TypeError) as error:
         raise _not_answers(path, number) from error
     if before != settings:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offload_decode import Engine
-from offload_decode.cli.questions import read_answered
+from offload_decode.cli.questions import append_answers, read_answered
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.planning import opening
 from offload_decode.prefill_jobs.documents import files as document_files
@@ -174,6 +174,24 @@ def test_answers_of_other_settings_are_not_mixed(store, questions, out):
         assert ran.code == 2
         assert "choose another --out" in ran.err
     assert out.read_bytes() == before
+
+
+def test_answers_with_citations_are_not_mixed_with_those_without(store, questions, out, tmp_path):
+    with_them = tmp_path / "with.jsonl"
+    assert batch(questions, out, store).code == batch(questions, with_them, store, "--cite").code == 0
+    for path, options in ((out, ["--cite"]), (with_them, []), (with_them, ["--only-grounded", "0.5"])):
+        assert "choose another --out" in batch(questions, path, store, *options).err
+    assert "0 answers" in batch(questions, with_them, store, "--cite").err
+
+
+def test_answers_by_an_adapter_are_not_mixed_with_the_models_own(tmp_path):
+    way = {"selector": "auto", "adapter": "folder"}
+    out = tmp_path / "out.jsonl"
+    append_answers(out, [{"id": None, "store": "s", "question": "q", "answer": "a", **way}])
+    assert len(read_answered(out, way)) == 1
+    for other in ({"selector": "auto"}, way | {"adapter": "another"}):
+        with pytest.raises(ConfigError, match="was answered with"):
+            read_answered(out, other)
 
 
 def test_half_a_surrogate_pair_is_asked_and_answered_once(store, tmp_path):
