@@ -1,11 +1,12 @@
-"""What is lost when a store keeps some of its keys alone: python -m benchmarks.compact --model M --text FILE
+"""What a smaller store loses: python -m benchmarks.compact --model M --text FILE
 
 Facts are planted in a text, which is prefilled. Questions for them, and two for the whole of the text, are
-answered with dense attention; the tokens of these answers are then run with attention to the kept keys alone.
-Keys are kept by the largest share of attention that they get from queries that repeat the text (KVzip,
-arXiv 2505.23416), or from the queries that the store has, or by chance: equally many of each KV head, or by
-one budget for all heads. KL is of the next token's probabilities to the dense ones, in nats; top-1 is how
-often the likeliest token is the same; `whole` is how many facts are the same to the last token.
+answered with dense attention; the tokens of these answers are then run behind stores in fewer bits, with
+dense attention and with the default selector, and with attention to kept keys alone. Keys are kept by the
+largest share of attention that they get from queries that repeat the text (KVzip, arXiv 2505.23416), or from
+the queries that the store has, or by chance: equally many of each KV head, or by one budget for all heads. KL
+is of the next token's probabilities to the dense ones, in nats; top-1 is how often the likeliest token is the
+same; `whole` is how many facts are the same to the last token.
 """
 
 import math
@@ -28,7 +29,8 @@ from offload_decode.evals.fidelity import agreement, forced
 from offload_decode.evals.recorded_queries import DenseRun, run_dense
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.prefill_jobs.job import prefill
+from offload_decode.prefill_jobs.indexing import build_indexes
+from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, Selection
 
@@ -40,6 +42,8 @@ FIRST = "Repeat the previous context:"
 FURTHER = "Repeat the part of the previous context that starts with:"
 CHUNK, BEGINNING = 1024, 8  # tokens that are repeated at a time, and those that are told of them
 BEGIN, END = 8, 16  # tokens that every head keeps
+BITS = "auto", "int8", "int4-values"
+HEADS = "KL, facts", "top-1", "whole", "KL, others", "top-1"
 WAYS = [  # scores, ratio, one budget for all heads
     *(("chance", 2, False), ("stored queries", 2, False), ("stored queries", 4, False)),
     *(("repeated", 1.5, False), ("repeated", 2, False), ("repeated", 4, False)),
@@ -127,10 +131,9 @@ class KeptKV(HostKV):
         return torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=-1)
 
 
-def row(name: str, loaded: LoadedModel, store: KVStore, kept: Tensor, runs: Sequence[DenseRun]) -> list[str]:
-    """What attention to the kept keys loses."""
-    prefix = StoredPrefix.over(KeptKV(store, loaded, kept), loaded.shape, "dense", {})
-    pairs = [(run.logits, forced(Engine(loaded, store, prefix.fresh()), run, lambda: None)) for run in runs]
+def row(name: str, engine: Engine, runs: Sequence[DenseRun]) -> list[str]:
+    """What the answers behind another prefix lose."""
+    pairs = [(run.logits, forced(engine.fork(), run, lambda: None)) for run in runs]
     facts, others = agreement(pairs[:ASKED]), agreement(pairs[ASKED:])
     whole = sum(bool((one.argmax(-1) == other.argmax(-1)).all()) for one, other in pairs[:ASKED])
     cells = [name, f"{facts.kl_mean:.3f}", f"{facts.top1:.1%}", f"{whole}/{ASKED}"]
@@ -157,15 +160,27 @@ def main() -> None:
         runs = [run_dense(loaded, store, question, tokens, lambda: None) for question, tokens in asked]
         for run in runs:
             print(run.question, repr(loaded.tokenizer.decode(run.tokens)), flush=True)
+        print(f"\n{own.n_tokens:,} tokens\n")
+        rows = []
+        for bits in BITS:
+            smaller = Path(folder) / f"{bits}.kv"
+            prefill(str(source), model=options.model, out=smaller, settings=Settings(kv=bits))
+            build_indexes(smaller, "clusters")
+            size = sum(KVStore.open(smaller).cost().values())
+            for selector in ("dense", "topk"):
+                engine = Engine.open(smaller, loaded, selector=selector)
+                rows.append(row(f"{bits}, {size >> 20} MB, {selector}", engine, runs))
+        print(table(["keys and values", *HEADS], rows), flush=True)
         engine = Engine.open(store, loaded, selector="dense")
         scores = {"stored queries": of_stored(store), "repeated": repeated(engine, store)}
         scores["chance"] = torch.rand(scores["repeated"].shape, generator=torch.Generator().manual_seed(0))
-        print(f"\n{own.n_tokens:,} tokens\n")
         rows = []
         for way, ratio, together in WAYS:
             name = f"{way}, {ratio:g}x{', all heads' if together else ''}"
-            rows.append(row(name, loaded, store, chosen(scores[way], ratio, together), runs))
-    print(table(["kept by", "KL, facts", "top-1", "whole", "KL, others", "top-1"], rows))
+            kept = KeptKV(store, loaded, chosen(scores[way], ratio, together))
+            prefix = StoredPrefix.over(kept, loaded.shape, "dense", {})
+            rows.append(row(name, Engine(loaded, store, prefix), runs))
+    print(table(["kept by", *HEADS], rows))
 
 
 if __name__ == "__main__":
