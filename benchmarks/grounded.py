@@ -4,6 +4,9 @@ Two stores are made of each text, with made-up facts in it (`grounded_facts.txt`
 other does not. Both are asked for all of them, for something that neither tells, and for something that has
 nothing to do with it. Every answer is a line of `--out`, with which the same command goes on.
 
+With --budget, answers attend to so many stored tokens, and each is put through two further passes: with dense
+attention (`offload_decode/engine/second_pass.py`), and behind no text at all.
+
 The table: how well each sign tells questions that the text answers from others (AUROC), a logistic regression
 on them where texts or kinds of things are held out, and the number that ships. Last come the weights for
 `WEIGHTS` in engine/grounded.py.
@@ -26,6 +29,8 @@ import torch
 from benchmarks.common import option_parser, table
 from offload_decode.engine import grounded
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import behind_text
+from offload_decode.engine.second_pass import checked
 from offload_decode.engine.text import Pieces
 from offload_decode.evals.extra import library
 from offload_decode.evals.haystack import Haystack
@@ -38,6 +43,10 @@ from offload_decode.prefill_jobs.job import prefill_texts
 
 MOST = 28  # tokens of an answer
 SIGNS = ("attention", "found", "logprob")
+AGAIN = ("agrees", "same", "told")
+"""Of two further passes: how little the log-probabilities differ with dense attention, at how many tokens the
+likeliest one stays, and by how much the text raises the log-probability of the words that tell something.
+"""
 MONTHS = [*calendar.month_name][1:]
 FIRST = "Martha Edwin Clara Ivor Helena Oscar Judith Felix Nora Hugo Irene Conrad Sylvia Walter Agnes Victor"
 COLOURS = ["red", "green", "blue", "yellow", "black", "white", "violet", "orange", "grey", "brown"]
@@ -106,7 +115,9 @@ def questions(rng: random.Random, number: int) -> list[Asked]:
     return [*asked, Asked("general", "general", GENERAL[number % len(GENERAL)])]
 
 
-def answers(loaded: LoadedModel, number: int, folders: Sequence[Path], done: int) -> Iterator[dict[str, Any]]:
+def answers(
+    loaded: LoadedModel, number: int, folders: Sequence[Path], done: int, budget: int | None
+) -> Iterator[dict[str, Any]]:
     """The lines of a store, but the first ones that are `done`."""
     pair = number // 2
     rng = random.Random(f"pair {pair}")
@@ -120,29 +131,43 @@ def answers(loaded: LoadedModel, number: int, folders: Sequence[Path], done: int
     with TemporaryDirectory() as folder:
         document = TextDocument(path.name, insert(text_of, told, [rng.random() for _ in told]))
         prefill_texts(loaded, [document], Path(folder, "store"))
-        engine = Engine.open(Path(folder, "store"), loaded, selector="dense")
+        few = {"selector": "topk", "options": {"budget": str(budget)}}
+        engine = Engine.open(Path(folder, "store"), loaded, **(few if budget else {"selector": "dense"}))
         for one in asked[done:]:
             said = engine.fork()
+            said.records = True
             tokens = list(said.generate(said.ask(one.question), MOST))
             signs = said.evidence.signs(engine.store, engine.tokenizer)
             if signs is None:  # an empty answer
                 signs = grounded.Signs(0.0, 0.0)
             shown = {"store": number, "kind": one.kind, "label": one.label, "question": one.question}
             shown |= {"answer": one.answer, "said": engine.decode(tokens).strip()}
-            shown["logprob"] = logprob(engine, one.question, tokens)
+            pieces = Pieces(engine.tokenizer)
+            which = grounded.telling([*map(pieces.push, tokens)], one.question)
+            shown["logprob"] = of_telling(said.record.logs, which)
+            if budget:
+                again, alone = checked(said, said.record), without_text(engine, said.record)
+                shown |= {"agrees": -again.difference, "same": again.same / max(1, again.tokens)}
+                shown["told"] = shown["logprob"] - of_telling(alone, which)
             yield shown | signs._asdict()
 
 
-def logprob(engine: Engine, question: str, tokens: list[int]) -> float:
+def of_telling(each: Sequence[float], which: Sequence[bool]) -> float:
     """The mean log-probability of an answer's tokens that tell something."""
-    forked = engine.fork()
-    asked = forked.question_tokens(question)
-    with forked.step():
-        logits = forked.run(asked + tokens[:-1], every=True)[len(asked) - 1 :]
-    each = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-    pieces = Pieces(engine.tokenizer)
-    which = grounded.telling([*map(pieces.push, tokens)], question)
     return fmean([one for one, tells in zip(each, which, strict=True) if tells] or [-10.0])
+
+
+def without_text(engine: Engine, record: grounded.Record) -> list[float]:
+    """The log-probabilities of an answer's tokens where there is no text."""
+    if not record.tokens:
+        return []
+    alone = behind_text(engine, "")
+    before = alone.to_run(record.before)
+    with alone.step():
+        logits = alone.run(before + record.tokens[:-1], every=True)[len(before) - 1 :]
+    taken = torch.tensor(record.tokens)[:, None]
+    found: list[float] = torch.log_softmax(logits, -1).gather(-1, taken)[:, 0].tolist()
+    return found
 
 
 def auroc(scores: Any, labels: Any, axis: int = -1) -> Any:
@@ -178,13 +203,16 @@ def held_out(signs: Any, labels: Any, groups: Any) -> Any:
 def show(lines: Sequence[dict[str, Any]], shipped: grounded.Weights | None) -> None:
     labels = np.array([line["label"] == "told" for line in lines], np.float64)
     kept = np.array([line["label"] in ("told", "removed") for line in lines])
-    signs = np.array([[line[name] for name in SIGNS] for line in lines])
+    names = SIGNS + (AGAIN if "told" in lines[0] else ())
+    signs = np.array([[line[name] for name in names] for line in lines])
     texts = np.array([line["store"] // 2 for line in lines])
     kinds = np.array([line["kind"] for line in lines])
-    scores = {name: signs[:, place] for place, name in enumerate(SIGNS)}
-    for many, names in ((2, "attention, found"), (3, "all three")):
-        scores[f"{names}: other texts"] = held_out(signs[:, :many], labels, texts)
-        scores[f"{names}: other kinds"] = held_out(signs[:, :many], labels, kinds)
+    scores = {name: signs[:, place] for place, name in enumerate(names)}
+    for further in (None, *range(2, len(names))):
+        given = signs[:, [0, 1] if further is None else [0, 1, further]]
+        called = ", ".join(names[:2] + (() if further is None else (names[further],)))
+        scores[f"{called}: other texts"] = held_out(given, labels, texts)
+        scores[f"{called}: other kinds"] = held_out(given, labels, kinds)
     if shipped is not None:
         scores["grounded"] = np.array([shipped.of(grounded.Signs(*own[:2])) for own in signs])
 
@@ -214,6 +242,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="folders of text files")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file of the answers, which is resumed")
     parser.add_argument("--stores", type=int, default=22)
+    parser.add_argument("--budget", type=int, help="stored tokens that answers attend to; all, if not given")
     arguments = parser.parse_args()
     lines = list(map(json.loads, arguments.out.read_text().splitlines())) if arguments.out.exists() else []
     loaded = load(arguments.model)
@@ -223,7 +252,7 @@ def main() -> None:
     with arguments.out.open("a") as file:
         for number in range(arguments.stores):
             done = sum(line["store"] == number for line in lines)
-            for line in answers(loaded, number, arguments.texts, done):
+            for line in answers(loaded, number, arguments.texts, done, arguments.budget):
                 lines.append(line)
                 print(json.dumps(line), file=file, flush=True)
             print(f"store {number + 1} of {arguments.stores}", flush=True)

@@ -4,7 +4,10 @@ With `--texts FOLDER`, documents are written from these texts to the folder --ou
 made-up article is planted (`evals/tasks/made_up_articles.py`). Collect them as the script says, and run it
 again: its questions ask for one fact, for one of two documents together, and for facts that are nowhere.
 It prints how many answers hold the fact, or say that the text does not have it, the processor's time for each
-token, and how well words choose the documents. The same command goes on where it was stopped.
+token, and how well words choose the documents. The same command goes on where it was stopped, and with more
+--questions asks those of fewer first. Ways are `question` (no document), `top 1`, `join N` (all that join
+distributions, with weights of BM25), `heads N` (the same, with weights of the attention of --heads, which
+`benchmarks/choosing.py` chose), `read N` and `exact N`.
 """
 
 import json
@@ -12,19 +15,23 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+import torch
+
+from benchmarks.choosing import Head, log_sums, queries, shares
 from benchmarks.common import option_parser, table
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry
-from offload_decode.collections.together import weights
+from offload_decode.collections.together import EVEN, weights
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import WAYS, Joint, behind_text
 from offload_decode.engine.reading import Reading
 from offload_decode.evals.tasks.base import insert, string_match
 from offload_decode.evals.tasks.made_up_articles import Asked, articles, questions
+from offload_decode.hf.positions import rope_parameters
 from offload_decode.models.loading import load
 from offload_decode.prefill_jobs.joined import joined_store
 
@@ -50,15 +57,17 @@ def write_documents(texts: Path, out: Path, count: int, characters: int) -> None
         (out / f"{number:03}.txt").write_text(f"File: {town.name}, {company.name}\n\n{planted}", "utf-8")
 
 
-def asked(documents: int, count: int) -> list[tuple[str, Asked]]:
-    """So many questions of each kind, in turns."""
+def asked(documents: int, count: int, kinds: Sequence[str]) -> list[tuple[str, Asked]]:
+    """So many questions of each of the kinds, in turns; fewer are the first of more."""
+    single = questions(1)[:documents]
+    random.Random("asked").shuffle(single)
     two = [one for one in questions(2) if max(one.needed) < documents]
     absent = questions(1)[ABSENT : ABSENT + 7 * count : 7]
-    of_kind = questions(1)[:documents][:: max(1, documents // count)][:count], two[:count], absent
+    of_kind = dict(zip(KINDS, (single[:count], two[:count], absent), strict=True))
     return [
         (kind, one)
-        for turn in zip_longest(*of_kind)
-        for kind, one in zip(KINDS, turn, strict=True)
+        for turn in zip_longest(*(of_kind[kind] for kind in kinds))
+        for kind, one in zip(kinds, turn, strict=True)
         if one is not None
     ]
 
@@ -66,9 +75,12 @@ def asked(documents: int, count: int) -> list[tuple[str, Asked]]:
 class Answers:
     """Answers in several ways, from the documents of a collection."""
 
-    def __init__(self, path: Path, model: str | None):
+    def __init__(self, path: Path, model: str | None, heads: Path | None):
         self.collection = Collection(path)
         self.loaded = load(model or self.collection.header.model_id)
+        self.heads: list[Head] = (
+            [(layer, head) for layer, head in json.loads(heads.read_text())] if heads else []
+        )
         self.engines: dict[str, Engine] = {}
 
     def __call__(self, way: str, question: str) -> Iterator[tuple[str, str, float]]:
@@ -79,7 +91,9 @@ class Answers:
         entries = [entry for entry, _ in self.collection.scored(question)[: int(number or 1)]]
         engines, put = [self._engine(entry) for entry in entries], FORM.format(question)
         given = weights(self.collection, question, entries)
-        if name == "join":
+        if name == "heads":
+            given = self._attended(question, engines)
+        if name in ("join", "heads"):
             asked = Joint(engines, "pced")
             logits = asked.ask(put, given)
             for own in WAYS:
@@ -88,7 +102,7 @@ class Answers:
                 began = time.process_time()
                 tokens = list(joint.generate(logits, NEW))
                 ms = 1000 * (time.process_time() - began) / max(1, len(tokens))
-                yield f"{own} {number}", engines[0].decode(tokens), ms
+                yield f"{own} {number}{', heads' * (name == 'heads')}", engines[0].decode(tokens), ms
         elif name == "read":
             yield way, Reading(engines).answer(put, given, NEW).text, 0.0
         elif name == "exact":
@@ -100,6 +114,17 @@ class Answers:
         else:
             alone = behind_text(engines[0], "")
             yield way, alone.decode(list(alone.generate(alone.ask(put), NEW))), 0.0
+
+    def _attended(self, question: str, engines: Sequence[Engine]) -> list[float]:
+        """A weight for each document: its share of the attention of the heads, if all lay in one context."""
+        first, other = (engine.store.tokens[:100] for engine in list(self.engines.values())[:2])
+        opening = int((first == other).argmin())
+        [vectors] = queries(engines[0], first[:opening].tolist(), [question])
+        asking = torch.stack([vectors[at] for at in self.heads])
+        theta = torch.tensor(rope_parameters(self.loaded.model.config)["rope_theta"])
+        sums = [log_sums(one.store, opening, self.heads, asking, theta)[0] for one in engines]
+        found = shares(torch.stack(sums), [(0, asking.shape[1])])[0].mean(1)
+        return ((1 - EVEN) * found + EVEN / len(engines)).tolist()
 
     def _engine(self, entry: Entry) -> Engine:
         if entry.store not in self.engines:
@@ -160,7 +185,9 @@ def main() -> None:
     parser.add_argument("--model", help="if not the one that the collection names")
     parser.add_argument("--documents", type=int, default=32)
     parser.add_argument("--questions", type=int, default=16, help="of each kind; 0 tells what words choose")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--ways", default="question,top 1,join 4,join 16,read 4,exact 4")
+    parser.add_argument("--heads", type=Path, help="heads.json of benchmarks.choosing")
     arguments = parser.parse_args()
     out: Path = arguments.out
     if arguments.texts:
@@ -172,8 +199,8 @@ def main() -> None:
     print(chosen(Collection(arguments.collection), arguments.documents))
     if not arguments.questions:
         return
-    answers = Answers(arguments.collection, arguments.model)
-    for kind, one in asked(arguments.documents, arguments.questions):
+    answers = Answers(arguments.collection, arguments.model, arguments.heads)
+    for kind, one in asked(arguments.documents, arguments.questions, arguments.kinds.split(",")):
         for way in arguments.ways.split(","):
             if (way, one.question) in there:
                 continue

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -55,6 +55,7 @@ def ask(
     seed: opts.Seed = 0,
     as_json: opts.Json = False,
     cites: opts.Cite = False,
+    check: opts.Check = False,
     only_grounded: opts.OnlyGrounded = None,
     workers: Annotated[
         str | None,
@@ -75,11 +76,11 @@ def ask(
     to its own tokens. Answers from a collection are printed as they arrive.
     """
     server = address is not None
-    refuse_others(together, server, workers is not None, only_grounded is not None)
+    refuse_others(together, server, workers is not None, only_grounded is not None, check)
     cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     config = options.config
-    drawn = temperature, top_p, seed
-    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *drawn, cites, only_grounded)
+    how = temperature, top_p, seed, cites, check, only_grounded
+    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *how)
     one = _Question(question_from(question), wanted, as_json, stats)
     with open_collection(stores, address, choice, Progress) as asked:
         together.check(stores, asked)
@@ -91,8 +92,9 @@ def ask(
             _ask_collection(asked, one, options, cluster)
             return
     store = stores[0]
-    if cluster is not None and cites:
-        raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
+    if cluster is not None and (cites or check):
+        other = "--cite" if cites else "--check"
+        raise ConfigError(f"--workers and {other} do not go together for one store: leave one of them out")
     if address is not None:
         client.check_server_options(options)
         _ask_server(address, str(store), one)
@@ -138,11 +140,12 @@ class _Question(NamedTuple):
 
 
 def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
+    from offload_decode.engine.second_pass import checked
     from offload_decode.hf import cuda_graphs
 
     wanted, manifest = question.wanted, engine.store.manifest
     if question.as_json:
-        given = engine.answer(question.text, wanted.max_new_tokens, wanted.sampler, wanted.cite)
+        given = engine.answer(question.text, wanted.max_new_tokens, *wanted.how)
         cost, loaded, selector = given.stats, engine.loaded, engine.selector
         told = {"question": question.text, **answer_fields(given, wanted.least), "selector": selector.name}
         told |= {"options": asdict(selector.options), "search": selector.report()}
@@ -153,12 +156,15 @@ def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
         told |= {"loading_s": loaded.loading} | ({"adapter": loaded.adapter} if loaded.adapter else {})
         output.answer_json(told | {"stats": asdict(cost)})
     else:
+        engine.records = wanted.check
         with engine.watched() if wanted.cite else nullcontext() as watch:
             pieces = engine.stream(question.text, wanted.max_new_tokens, wanted.sampler)
             show(held(pieces, lambda: engine.grounded, wanted.least))
         tell_grounded(engine.grounded)
         tell_cut(engine.finish, wanted.max_new_tokens, engine.most_new(1))
         cost = engine.prefix.take_stats()
+        if wanted.check:
+            tell_checked(asdict(checked(engine, engine.record)))
         if watch is not None:
             output.note(cited_text(engine.cited(watch)))
     for difference in _differences(manifest, engine.loaded.weights):
@@ -188,6 +194,7 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
         else:
             show(held(pieces, lambda: answer.grounded, wanted.least))
             tell_grounded(answer.grounded)
+            tell_checked(answer.checked)
             tell_cut(answer.finish, wanted.max_new_tokens)
     if wanted.cite and not question.as_json:
         output.note(cited_text(answer.cited))
@@ -197,7 +204,11 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
 
 def answer_fields(given: Answer, least: float | None = None) -> dict[str, object]:
     """An answer for JSON; what is grounded less than `least` is said not to be in the text."""
-    cited = {} if given.citations is None else {"citations": list(map(asdict, given.citations))}
+    cited: dict[str, object] = {}
+    if given.citations is not None:
+        cited["citations"] = list(map(asdict, given.citations))
+    if given.checked is not None:
+        cited["checked"] = asdict(given.checked)
     told = {"answer": output.if_grounded(given.text, given.grounded, least), "grounded": given.grounded}
     return told | {"tokens": len(given.tokens), "finish": given.finish, **cited}
 
@@ -237,6 +248,14 @@ def tell_grounded(grounded: float | None) -> None:
     """Say on stderr how likely an answer stands in the text, where that is known."""
     if grounded is not None:
         output.note(f"grounded {grounded:.2f}")
+
+
+def tell_checked(checked: Mapping[str, Any] | None) -> None:
+    """Say on stderr how far a second pass agrees with an answer, where there was one."""
+    if checked is not None:
+        stay = f"{checked['same']} of {output.count(checked['tokens'], 'token')} stay the likeliest"
+        differ = f"log-probabilities differ by {checked['difference']:.3f}"
+        output.note(f"checked: {stay} with dense attention, and {differ}")
 
 
 def tell_cut(finish: str, most: int, room: int = 1) -> None:
@@ -325,6 +344,7 @@ def _ask_collection(
             text = output.if_grounded(result.text, result.grounded, question.wanted.least)
             output.generated(text, end="\n")
             tell_grounded(result.grounded)
+            tell_checked(None if result.checked is None else asdict(result.checked))
             if result.citations is not None:
                 output.note(cited_text(result.citations))
         if question.stats:
@@ -348,7 +368,7 @@ def _answers_here(
         try:
             with asked.collection.held(entry) as store:
                 engine = open_engine(str(store))
-                one = engine.answer(question.text, wanted.max_new_tokens, wanted.sampler, wanted.cite)
+                one = engine.answer(question.text, wanted.max_new_tokens, *wanted.how)
         except OffloadDecodeError as error:
             yield entry, error, ""
         else:
@@ -367,6 +387,6 @@ def _answers_of_cluster(
     stores = [asked.collection.address(entry) for entry in documents]
     remote = asked.on_other_machines(stores)
     parts = [QuestionBatch(store, (question.text,)) for store in stores]
-    tokens, cites = question.wanted.max_new_tokens, question.wanted.cite
-    for number, result in answer_on_ray(parts, cluster, config, tokens, cites, remote):
+    how = question.wanted.max_new_tokens, question.wanted.cite, question.wanted.check
+    for number, result in answer_on_ray(parts, cluster, config, *how, remote):
         yield documents[number], result if isinstance(result, OffloadDecodeError) else result[0], ""

@@ -69,6 +69,7 @@ def batch(
         option("N", "Questions in one forward pass, or sent to a server at a time.", min=1, panel=EVERYDAY),
     ] = 8,
     cites: opts.Cite = False,
+    check: opts.Check = False,
     only_grounded: opts.OnlyGrounded = None,
     workers: Annotated[
         str | None,
@@ -84,7 +85,7 @@ def batch(
 
     Every question goes to every store, unless its line names one ("id" and "store" are optional). Each answer
     is a line with "id", "store", "question", "answer", "grounded", "tokens" (their number), "finish", the
-    settings, "citations" with --cite, and all other fields of the question's line.
+    settings, "citations" with --cite, "checked" with --check, and all other fields of the question's line.
 
     In a collection, a question goes to the documents that --all, --top and --where choose, or to the one that
     its line names as "document"; the answer's line names its "document". With --together, each question gets
@@ -100,7 +101,7 @@ def batch(
     if address is not None:
         client.check_server_options(options)
     server = address is not None
-    refuse_others(together, server, False, only_grounded is not None)
+    refuse_others(together, server, False, only_grounded is not None, check)
     cluster = cluster_of(workers, worker_count, options.gpu_memory, options.ram, server=server)
     check_out(out)
     read = read_questions(questions)
@@ -118,7 +119,7 @@ def batch(
         else:
             given = [os.path.normpath(store) for store in stores]
             asked = assign(read, given, among(given))
-        settings = cites, only_grounded, progress, together.settings
+        settings = cites, check, only_grounded, progress, together.settings
         job = Batch(options, out, collection, max_new_tokens, batch_size, *settings)
         answered = read_answered(out, job.settings)
         left = {store: [q for q in group if q.key(store) not in answered] for store, group in asked.items()}
@@ -164,6 +165,7 @@ class Batch:
     max_new_tokens: int
     size: int
     cites: bool
+    check: bool
     least: float | None
     progress: Progress
     together: Mapping[str, object]
@@ -179,6 +181,7 @@ class Batch:
         told |= {"model": config.model, "weights": config.weights, **self.together}
         told |= {"adapter": config.adapter} if config.adapter else {}
         told |= {"cite": True} if self.cites else {}
+        told |= {"check": True} if self.check else {}
         return told | ({} if self.least is None else {"only_grounded": self.least})
 
     def fields(self, answers: Iterable[Answer]) -> list[dict[str, object]]:
@@ -221,7 +224,7 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
                 job.advance(0)
                 for part in job.parts(group):
                     texts = [question.text for question in part]
-                    answers = engine.answer_many(texts, job.max_new_tokens, job.size, job.cites)
+                    answers = engine.answer_many(texts, job.max_new_tokens, job.size, job.cites, job.check)
                     job.write(store, zip(part, job.fields(answers), strict=True))
                     answered += len(part)
         except OffloadDecodeError as error:
@@ -284,7 +287,7 @@ def _on_ray(
         job.progress("answer", job.done, job.total, at_work)
 
     remote = None if job.collection is None else job.collection.on_other_machines(stores)
-    how = job.options.config, job.max_new_tokens, job.cites, remote, watch
+    how = job.options.config, job.max_new_tokens, job.cites, job.check, remote, watch
     return answer_on_ray(parts, cluster, *how)
 
 
@@ -294,7 +297,7 @@ def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Ba
     """
     config = job.options.config
     way = config.selector, config.options, job.max_new_tokens
-    wanted = AnswerOptions(*way, cite=job.cites, least=job.least)
+    wanted = AnswerOptions(*way, cite=job.cites, check=job.check, least=job.least)
     stopped = Event()
 
     def ask(server: Server, name: str, question: Question) -> ServerAnswer:

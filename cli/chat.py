@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import client, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.ask import held, show, tell_cut, tell_grounded
+from offload_decode.cli.ask import held, show, tell_checked, tell_cut, tell_grounded
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.collections import DocumentChoice, open_collection
 from offload_decode.cli.errors import sentence
@@ -62,6 +62,7 @@ def chat(
     temperature: opts.Temperature = 0.0,
     top_p: opts.TopP = 1.0,
     seed: opts.Seed = 0,
+    check: opts.Check = False,
     only_grounded: opts.OnlyGrounded = None,
 ) -> None:
     """Hold a conversation about a store.
@@ -73,10 +74,10 @@ def chat(
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
-    refuse_others(together, address is not None, False, only_grounded is not None)
+    refuse_others(together, address is not None, False, only_grounded is not None, check)
     config = options.config
     drawn = temperature, top_p, seed
-    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *drawn)
+    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *drawn, check=check)
     if together.together is not None:
         with open_collection(stores, None, DocumentChoice(), Progress) as asked:
             together.check(stores, asked)
@@ -98,6 +99,7 @@ def chat(
     if at_terminal:
         output.note(f"Opening {store} and loading its model …")
     engine = open_engine(store, options, only_grounded)
+    engine.records = check
     transcript = Transcript(engine, max_new_tokens, wanted.sampler)
     _Chat(transcript, at_terminal, only_grounded).run(engine.prefix.length)
 
@@ -139,6 +141,13 @@ class Transcript:
     def grounded(self) -> float | None:
         """How likely the last answer stands in the text."""
         return self.engine.grounded
+
+    @property
+    def checked(self) -> Mapping[str, Any] | None:
+        """How far a second pass agrees with the last answer, where that is asked for."""
+        from offload_decode.engine.second_pass import checked
+
+        return asdict(checked(self.engine, self.engine.record)) if self.engine.records else None
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length."""
@@ -220,6 +229,7 @@ class RemoteTranscript:
     turns: list[dict[str, str]] = field(default_factory=list)  # messages
     finish: str = ""
     grounded: float | None = None
+    checked: Mapping[str, Any] | None = None
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer; if interrupted, the part that arrived stays."""
@@ -230,7 +240,7 @@ class RemoteTranscript:
                 self.turns = [*messages, message]
             message["content"] = answer.text
             yield piece
-        self.finish, self.grounded = answer.finish, answer.grounded
+        self.finish, self.grounded, self.checked = answer.finish, answer.grounded, answer.checked
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length."""
@@ -259,7 +269,8 @@ class JointTranscript:
     max_new_tokens: int
     sampler: Sampler
     talk: Talk | None = None
-    grounded: float | None = None  # it is told of one store alone
+    grounded: float | None = None  # these two are told of one store alone
+    checked: Mapping[str, Any] | None = None
     _held: ExitStack = field(default_factory=ExitStack)
 
     def answer(self, question: str) -> Iterator[str]:
@@ -364,6 +375,7 @@ class _Chat:
             case _ if line:
                 show(held(self.transcript.answer(line), lambda: self.transcript.grounded, self.least))
                 tell_grounded(self.transcript.grounded)
+                tell_checked(self.transcript.checked)
                 self.transcript.tell_cut()
         return False
 

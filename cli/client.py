@@ -52,8 +52,8 @@ class ServerAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How an answer is generated; `cite`: report what it attended to; `least`: of what is grounded less, say
-    that it is not in the text.
+    """How an answer is generated; `cite`: report what it attended to; `check`: how far dense attention
+    agrees; `least`: of what is grounded less, say that it is not in the text.
     """
 
     selector: str
@@ -63,6 +63,7 @@ class AnswerOptions:
     top_p: float = 1.0
     seed: int = 0
     cite: bool = False
+    check: bool = False
     least: float | None = None
 
     @property
@@ -70,6 +71,11 @@ class AnswerOptions:
         from offload_decode.engine.conversation import Sampler
 
         return Sampler(self.temperature, self.top_p, self.seed)
+
+    @property
+    def how(self) -> tuple[Sampler, bool, bool]:
+        """The last arguments of `Engine.answer`."""
+        return self.sampler, self.cite, self.check
 
 
 class Served(NamedTuple):
@@ -83,8 +89,8 @@ class Served(NamedTuple):
 @dataclass
 class ServerAnswer:
     """The part of an answer that has arrived: `tokens` of it, to a prompt of `prompt` tokens, of which
-    `cached` are stored or in the prefix cache. `stats`, `citations` and `grounded` come last, as the server
-    sends them.
+    `cached` are stored or in the prefix cache. `stats`, `citations`, `grounded` and `checked` come last, as
+    the server sends them.
     """
 
     text: str = ""
@@ -95,6 +101,7 @@ class ServerAnswer:
     stats: Mapping[str, Any] | None = None
     citations: list[Any] | None = None
     grounded: float | None = None
+    checked: Mapping[str, Any] | None = None
 
     @property
     def cited(self) -> list[CitedDocument]:
@@ -108,7 +115,8 @@ class ServerAnswer:
             raise ServerError("the server's citations cannot be read: it runs another release") from error
 
     def fields(self, wanted: AnswerOptions) -> dict[str, object]:
-        cited = {"citations": list(map(asdict, self.cited))} if wanted.cite else {}
+        cited: dict[str, object] = {"citations": list(map(asdict, self.cited))} if wanted.cite else {}
+        cited |= {"checked": self.checked} if wanted.check else {}
         told = {"answer": output.if_grounded(self.text.strip(), self.grounded, wanted.least)}
         return told | {"grounded": self.grounded, "tokens": self.tokens, "finish": self.finish, **cited}
 
@@ -235,6 +243,7 @@ class Server:
         self, name: str, messages: list[Any], wanted: AnswerOptions, answer: ServerAnswer
     ) -> Iterator[str]:
         ours = {"selector": wanted.selector, "options": dict(wanted.options), "citations": wanted.cite}
+        ours |= {"check": True} if wanted.check else {}
         ours["separate_reasoning"] = False  # it is a part of the answer without a server
         with (
             self._failures(),
@@ -310,6 +319,7 @@ def _text_of(chunk: dict[str, Any], answer: ServerAnswer) -> str:
     answer.stats = chunk.get("stats") or answer.stats
     answer.citations = chunk.get("citations") or answer.citations
     answer.grounded = chunk.get("grounded", answer.grounded)
+    answer.checked = chunk.get("checked") or answer.checked
     for choice in chunk["choices"]:
         answer.finish = choice.get("finish_reason") or answer.finish
         return str(choice["delta"].get("content") or "")

@@ -212,6 +212,16 @@ MaxNewTokens = Annotated[int, option("N", "Maximum number of tokens in an answer
 Cite = Annotated[
     bool, option(None, "Show which documents and passages the answer attended to.", "--cite", panel=EVERYDAY)
 ]
+Check = Annotated[
+    bool,
+    option(
+        None,
+        "Put the answer through the model once more, with attention to everything, and say how many of its "
+        "tokens stay the likeliest.",
+        "--check",
+        panel=EVERYDAY,
+    ),
+]
 OnlyGrounded = Annotated[
     float | None,
     option(

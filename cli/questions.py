@@ -16,11 +16,11 @@ from offload_decode.prefill_jobs.documents.files import read_plain
 
 # Fields of an answer's line that say how it was answered, those that only some have among them.
 _SETTINGS = (
-    *("selector", "options", "max_new_tokens", "model", "adapter", "weights", "cite", "only_grounded"),
-    *("together", "join"),
+    *("selector", "options", "max_new_tokens", "model", "adapter", "weights"),
+    *("cite", "check", "only_grounded", "together", "join"),
 )
 # Fields that an answer adds: a question's own field of that name would be lost.
-_RESERVED = ("answer", "grounded", "tokens", "finish", "citations", *_SETTINGS, "joined")
+_RESERVED = ("answer", "grounded", "tokens", "finish", "citations", "checked", *_SETTINGS, "joined")
 _FIRST = '{"id": '
 _LONGEST = 16 << 20  # bytes of an answer's line, which is read whole
 

@@ -117,11 +117,12 @@ def _joins() -> Sequence[str]:
     return JOINS
 
 
-def refuse_others(choice: TogetherChoice, server: bool, workers: bool, grounded: bool) -> None:
+def refuse_others(choice: TogetherChoice, server: bool, workers: bool, grounded: bool, check: bool) -> None:
     """Raise `ConfigError` for --together with a server, with workers that share one question, or with what
-    must be grounded in one store.
+    must be grounded in one store, or checked by it.
     """
-    for other, given in (("--server", server), ("--workers", workers), ("--only-grounded", grounded)):
+    others = ("--server", server), ("--workers", workers), ("--only-grounded", grounded), ("--check", check)
+    for other, given in others:
         if choice.together is not None and given:
             raise ConfigError(f"--together and {other} do not go together: leave one of them out")
 

@@ -318,10 +318,23 @@ class Passage:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """How far an answer agrees with attention to every stored token: of so many `tokens`, in the places of
+    how many the `same` one is the likeliest, and the mean absolute `difference` of the log-probabilities of
+    the answer's own tokens (natural logarithm).
+    """
+
+    tokens: int
+    same: int
+    difference: float
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer's text, its token ids (without the end token), what it cost, and why it ended (`stop` or
     `length`). `citations`: the documents that it attended to, most attended first, where they were asked for.
     `grounded`: how likely it stands in the text, 0 to 1 (docs/methods.md §9); None without a stored text.
+    `checked`: how far a second pass agrees with it, where that was asked for (§10).
     """
 
     text: str
@@ -330,3 +343,4 @@ class Answer:
     finish: str
     citations: tuple[CitedDocument, ...] | None = None
     grounded: float | None = None
+    checked: Checked | None = None

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Observer, Watch
-from offload_decode.engine.conversation import Conversation
-from offload_decode.engine.grounded import Evidence
+from offload_decode.engine.conversation import LOGITS, Conversation
+from offload_decode.engine.grounded import Evidence, Record
+from offload_decode.engine.second_pass import checked
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.packed_batch import Block, PackedCache, Segment
 from offload_decode.models.loading import Padding, Processors, run_in_passes
 from offload_decode.types import COUNTS, SECONDS, Answer, StepStats
-
-LOGITS = 1 << 24
-"""Logits that a pass makes at most, where all of a question are wanted."""
 
 
 class Turn(NamedTuple):
@@ -188,7 +186,11 @@ def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
 
 
 def answer_batch(
-    engine: Conversation, questions: Sequence[str], max_new_tokens: int, cites: bool = False
+    engine: Conversation,
+    questions: Sequence[str],
+    max_new_tokens: int,
+    cites: bool = False,
+    check: bool = False,
 ) -> list[Answer]:
     """Greedy answers, equal to `Engine.answer` for each question; every answer carries the batch's shared
     stats. A question whose answer has ended is no longer run.
@@ -203,6 +205,7 @@ def answer_batch(
     forked.cache.batch_repeat_interleave(len(questions))
     device, stored = engine.loaded.device, engine.length
     asked = [engine.pending + engine.question_tokens(question) for question in questions]
+    records = [Record(engine.tokens + one) for one in asked]
     most = [forked.most_new(max_new_tokens, len(one) - len(engine.pending)) for one in asked]
     longest = max(map(len, asked))
     limit = engine.admitted(longest, len(asked))
@@ -232,6 +235,8 @@ def answer_batch(
         for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
             if token not in ends:
                 evidence[row].add(token)
+                if check:
+                    records[row].add(token, logits[place])
                 tokens[row] += answers[row].push(token)
                 ended = answers[row].reached or processors[row].append(token)
                 if not ended and step + 1 < most[row]:
@@ -251,11 +256,13 @@ def answer_batch(
     cited = [None if watch is None else engine.cited(watch) for watch in watches]
     tokens = [own + answer.rest() for own, answer in zip(tokens, answers, strict=True)]
     found = list[Answer]()
-    for written, end, documents, known in zip(tokens, most, cited, evidence, strict=True):
+    for written, end, documents, known, record in zip(tokens, most, cited, evidence, records, strict=True):
         known.cut(len(written))
+        record.cut(len(written))
         finish, grounded = "length" if len(written) == end else "stop", engine.grounds(known)
         text = engine.decode(written).strip()
-        found.append(Answer(text, tuple(written), stats, finish, documents, grounded))
+        again = checked(engine, record) if check else None
+        found.append(Answer(text, tuple(written), stats, finish, documents, grounded, again))
     return found
 
 

@@ -28,7 +28,7 @@ from offload_decode.engine.citations import (
     passages,
     template_length,
 )
-from offload_decode.engine.grounded import Evidence, weights_of
+from offload_decode.engine.grounded import Evidence, Record, weights_of
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
@@ -41,6 +41,9 @@ from offload_decode.selectors.base import Selector
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument, Passage
+
+LOGITS = 1 << 24
+"""Logits that a pass makes at most, where those of all its tokens are wanted."""
 
 
 class Conversation:
@@ -68,6 +71,8 @@ class Conversation:
         self.finish = "stop"
         # What tells whether it stands in the text.
         self.evidence = Evidence()
+        # Whether answers are recorded, to be checked (`engine.second_pass`), and the record of the last one.
+        self.records, self.record = False, Record(())
         # Tokens of a question in one forward pass: fewer take less memory.
         self.pass_tokens = self.selector.pass_tokens
         # Asked before a question of several tokens runs: tokens behind the stored ones, and sequences.
@@ -90,6 +95,7 @@ class Conversation:
             forked.tokens, forked.pending = list(self.tokens), list(self.pending)
             forked.runs, forked.invoked = self.runs, self.invoked
             forked.pass_tokens, forked.admit = self.pass_tokens, self.admit
+            forked.records = self.records
         return forked
 
     def crop(self, length: int) -> None:
@@ -242,7 +248,7 @@ class Conversation:
         max_new_tokens = self.most_new(max_new_tokens)
         sampler, ends, so_far = sampler or Sampler(), self.end_tokens, self.tokens + self.pending
         processors = Processors(self.loaded.model, self.loaded.tokenizer, so_far, ends, max_new_tokens)
-        answer, self.finish = self.answer_end(), "length"
+        answer, self.finish, self.record = self.answer_end(), "length", Record(so_far if self.records else ())
         if self.evidence.tokens:  # of an answer before this one
             self._forget_answer()
         for step in range(max_new_tokens):
@@ -250,6 +256,8 @@ class Conversation:
             if token in ends:
                 self.finish = "stop"
                 break
+            if self.records:
+                self.record.add(token, logits)
             if self.evidence.watch is not None:
                 self.evidence.add(token)
                 self.prefix.watches = self.evidence.observers
@@ -269,6 +277,7 @@ class Conversation:
                     logits = self.run(self.pending)
         if answer.reached:
             self.evidence.cut(max(0, len(self.evidence.tokens) - answer.dropped))
+            self.record.cut(max(0, len(self.record.tokens) - answer.dropped))
             self.take_back(answer.dropped)
         self.prefix.watches = self.evidence.beside
         yield from answer.rest()

@@ -16,6 +16,7 @@ from offload_decode.config import EngineConfig
 from offload_decode.engine.batching import answer_batch
 from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.crossover import decide
+from offload_decode.engine.second_pass import checked
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import generate_name
@@ -99,19 +100,33 @@ class Engine(Conversation):
         yield from self.pieces(self.generate(self.ask(question), max_new_tokens, sampler))
 
     def answer(
-        self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None, cites: bool = False
+        self,
+        question: str,
+        max_new_tokens: int = 128,
+        sampler: Sampler | None = None,
+        cites: bool = False,
+        check: bool = False,
     ) -> Answer:
-        """Answer one question on its own: the conversation stays. `cites`: with what it attended to."""
+        """Answer one question on its own: the conversation stays. `cites`: with what it attended to; `check`:
+        with how far it agrees with dense attention (`engine.second_pass`), whose cost is not counted.
+        """
         forked = self.fork()
+        forked.records = check
         with forked.watched() if cites else nullcontext() as watch:
             logits = forked.ask(question)
             tokens = tuple(forked.generate(logits, max_new_tokens, sampler))
         cited = None if watch is None else self.cited(watch)
         text, cost = self.decode(tokens).strip(), forked.prefix.take_stats()
-        return Answer(text, tokens, cost, forked.finish, cited, forked.grounded)
+        again = checked(forked, forked.record) if check else None
+        return Answer(text, tokens, cost, forked.finish, cited, forked.grounded, again)
 
     def answer_many(
-        self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8, cites: bool = False
+        self,
+        questions: Sequence[str],
+        max_new_tokens: int = 128,
+        batch_size: int = 8,
+        cites: bool = False,
+        check: bool = False,
     ) -> list[Answer]:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
         the selector looks at a whole question, or where an answer may grow so long that it chooses among the
@@ -126,10 +141,12 @@ class Engine(Conversation):
         )
         outgrown = room < math.inf and any(len(self.question_tokens(one)) > room for one in questions)
         if self.prefix.chosen.one_question or outgrown or self.loaded.activated:
-            return [self.answer(question, max_new_tokens, cites=cites) for question in questions]
+            how = None, cites, check
+            return [self.answer(question, max_new_tokens, *how) for question in questions]
         answers: list[Answer] = []
         for start in range(0, len(questions), batch_size):
-            answers += answer_batch(self, questions[start : start + batch_size], max_new_tokens, cites)
+            part = questions[start : start + batch_size]
+            answers += answer_batch(self, part, max_new_tokens, cites, check)
         return answers
 
 

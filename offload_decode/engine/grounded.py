@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -117,6 +117,29 @@ class Evidence:
         asked, (start, end) = words(self.question), passage(self.watch.mass, self.opening)
         there = words(tokenizer.decode(text_ids(store, tokenizer, start, end)))
         return Signs(fmean(told or shares or [0.0]), len(asked & there) / max(1, len(asked)))
+
+
+class Record:
+    """Tokens of an answer as they are written behind those `before` it, which are behind the stored ones: of
+    each its log-probability, and which token was the `likeliest` in its place, under the model's own
+    distribution.
+    """
+
+    def __init__(self, before: Iterable[int]):
+        self.before = list(before)
+        self.tokens: list[int] = []
+        self.likeliest: list[int] = []
+        self.logs: list[float] = []
+
+    def add(self, token: int, logits: Tensor) -> None:
+        """Take the next token, which comes from `logits [V]`."""
+        self.tokens.append(token)
+        self.likeliest.append(int(logits.argmax()))
+        self.logs.append(float(logits[token] - logits.logsumexp(-1)))
+
+    def cut(self, length: int) -> None:
+        """The answer has no more than its first `length` tokens."""
+        del self.tokens[length:], self.likeliest[length:], self.logs[length:]
 
 
 def kind_of(config: Any) -> tuple[str, int, int]:

@@ -93,6 +93,7 @@ class Joint:
         self.watches: list[Watch] = []
         self.carried: list[Carried] = []
         self.finish, self.asked = "stop", 0  # so many questions were put
+        self.gone: Callable[[], bool] = lambda: False
         self.stored = 0.0  # tokens before a row of attention, in the mean, of `take_stats`
         self._obeyed: list[Processors] = []  # of the answer that is being written, one a row
         self._logs = torch.empty(0)  # of the last `scores`
@@ -260,10 +261,12 @@ class Joint:
 
     def attended(self, least: float = 0.0) -> list[CitedDocument]:
         """The documents that were asked and gave at `least` so much to the last answer, in their order, each
-        with its share of it and the passages that it attended to.
+        with its share of it and the passages that it attended to. Once who asked has `gone`, no more are.
         """
-        found = []
+        found: list[CitedDocument] = []
         for talk, watch, share in zip(self.talks, self.watches, self.shares(), strict=True):
+            if self.gone():
+                break
             cited = talk.cited(watch) if watch.rows and share >= least else ()
             found += [replace(one, share=one.share * share) for one in cited]
         return found

@@ -50,6 +50,16 @@ class Joining:
     weights: tuple[float, ...] | None = None
     attended: bool = False
 
+    @property
+    def way(self) -> str:
+        """How distributions are joined; those of a draft as a mixture."""
+        return self.join if self.join in WAYS else "mixture"
+
+    @property
+    def width(self) -> int:
+        """Conversations that run: one behind each store, and for `pced` one behind none."""
+        return len(self.targets) + (self.way == "pced")
+
     def joined(self, shares: Sequence[float] | None = None) -> Joined:
         """What an answer says of it."""
         each: Sequence[float | None] = shares or [None] * len(self.documents)
@@ -70,8 +80,7 @@ class JointRequest(RunningRequest):
     def __init__(self, request: Request, joining: Joining, emit: Emit, followed: metrics.Watch):
         super().__init__(request, joining.targets[0], emit, followed)
         self.joining, self.names = joining, joining.names
-        self.way = joining.join if joining.join in WAYS else "mixture"  # with which a draft is joined
-        self.width = len(joining.targets) + (self.way == "pced")
+        self.width = joining.width
         self._joint: Joint | None = None
         self._rests: list[tuple[int, ...]] = []  # of the prompt, what each row has still to run
         self._logits: dict[int, Tensor] = {}  # of the rows that have run this step
@@ -97,8 +106,9 @@ class JointRequest(RunningRequest):
         self.followed.started()
         tokens, joining = self.request.tokens, self.joining
         talks = [cache.take(target.key, tokens) or target.start for target in joining.targets]
-        self._joint = joint = Joint(talks, self.way, self._cites)
+        self._joint = joint = Joint(talks, joining.way, self._cites)
         joint.begin(joining.weights)
+        joint.gone = lambda: self.cancelled
         self._conversation = joint.talks[0]
         self._cached = sum(len(talk.tokens) for talk in talks)
         self._rests = [tokens[len(row.tokens) :] for row in joint.rows]

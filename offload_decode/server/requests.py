@@ -9,7 +9,7 @@ from typing import Any, Literal
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
-from offload_decode.types import CitedDocument, Passage, StepStats
+from offload_decode.types import Checked, CitedDocument, Passage, StepStats
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class AskOptions:
     """Who is asked, and how, whatever the prompt is.
 
     model: a name of the catalog. n: answers. selector: None for the server's own. deadline_s: seconds from
-    submission on. cite: keep what the answer attended to. together: how many documents of a collection, or
+    submission on. cite: keep what the answer attended to. check: put it through the model once more, with
+    dense attention. together: how many documents of a collection, or
     the names of which stores, answer as one; join: in which way.
     """
 
@@ -59,6 +60,7 @@ class AskOptions:
     options: Mapping[str, object] = field(default_factory=dict)
     deadline_s: float | None = None
     cite: bool = False
+    check: bool = False
     together: int | tuple[str, ...] | None = None
     join: Join | None = None
 
@@ -182,6 +184,7 @@ class Done:
     passages: tuple[Passage, ...] = ()
     joined: Joined | None = None
     notes: tuple[str, ...] = ()
+    checked: Checked | None = None
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class Scheduler:
         self._pace: dict[str, float] = {}  # seconds for a token of a prompt, by model
         self._changed = threading.Condition()
         self._closing = self._stopped = False
-        self._ending = ThreadPoolExecutor(1, "ending")  # what follows an answer keeps no other waiting
+        # What follows an answer keeps no other waiting, nor do ends that take passes keep those that do not.
+        self._ending, self._citing = ThreadPoolExecutor(1, "ending"), ThreadPoolExecutor(1, "citing")
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
@@ -104,7 +105,8 @@ class Scheduler:
         if self._answers(name):
             return True
         with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
-            self._ending.submit(int).result()  # all that has ended before is put away then
+            for one in (self._citing, self._ending):
+                one.submit(int).result()  # all that has ended before is put away then
         return self._answers(name)  # a draft that ended has put its answer's request
 
     def _answers(self, name: str) -> bool:
@@ -121,6 +123,7 @@ class Scheduler:
             self._changed.notify()
         self._thread.join(timeout=60)
         self._ending.shutdown()
+        self._citing.shutdown()
 
     def _work(self) -> None:
         patience: float | None = None
@@ -159,7 +162,7 @@ class Scheduler:
         for running in [one for one in self._running if one.done]:
             with self._changed:  # `uses` must not look between these two
                 self._leave(running)
-                self._ending.submit(self._end, running)
+                (self._citing if running.ends_later else self._ending).submit(self._end, running)
         if not self._running:
             with self._changed:
                 self._changed.notify_all()  # `close` waits for this
@@ -255,11 +258,14 @@ class Scheduler:
     def _end(self, running: RunningRequest) -> None:
         """Cache the turn, and find its citations, or its passages."""
         try:
-            done = running.ended()
+            done = None if running.cancelled else running.ended()
             for key, conversation in running.turns_run():
                 conversation.prefix.watches = ()
                 self.prefix_cache.keep(key, conversation)
-            running.emit(done)
+            if done is None or running.cancelled:
+                running.followed.aborted()
+            else:
+                running.emit(done)
         except Exception as error:
             LOG.exception("the end of a request failed")
             running.emit(Failed(error))

@@ -17,7 +17,8 @@ from torch import Tensor
 from offload_decode.engine.batching import Turn
 from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
-from offload_decode.engine.grounded import Evidence
+from offload_decode.engine.grounded import Evidence, Record
+from offload_decode.engine.second_pass import checked
 from offload_decode.engine.text import Pieces
 from offload_decode.models.prompt import next_turn
 from offload_decode.planning.sizes import generated_bytes
@@ -109,6 +110,7 @@ class RunningSequence:
     most: int
     ends: frozenset[int]
     evidence: Evidence
+    record: Record
     tokens: int = 0
     token: int = -1
     finish: Literal["stop", "length"] | None = None
@@ -130,6 +132,7 @@ class RunningRequest:
         self.stats = StepStats()
         self.watch: Watch | None = None  # what its answers attend to, where that is asked for
         self._cites = (request.cite or request.passages > 0) and target.stored
+        self._checks = request.check and target.stored
         self._evidence = Evidence()
         self._emit = emit
         self.followed = followed
@@ -160,6 +163,11 @@ class RunningRequest:
     def done(self) -> bool:
         """All answers are whole."""
         return not self.prompting and all(one.finish is not None for one in self.sequences)
+
+    @property
+    def ends_later(self) -> bool:
+        """Its end may take passes of the model."""
+        return self._cites or self._checks
 
     @property
     def usage(self) -> Usage:
@@ -205,13 +213,13 @@ class RunningRequest:
         ]
 
     def ended(self) -> Done:
-        """What is told in the end, once all answers are whole. It may take a pass, for citations."""
+        """What is told in the end, once all answers are whole. It may take passes: citations, a check."""
         start, watch = self.target.start, self.watch
-        if watch is None:
-            return Done(self.usage, self.stats)
-        if most := self.request.passages:
+        if watch is not None and (most := self.request.passages):
             return Done(self.usage, self.stats, passages=start.found(watch, most))
-        return Done(self.usage, self.stats, start.cited(watch))
+        cited = None if watch is None else start.cited(watch)
+        again = [checked(start, one.record) for one in self.sequences] if self._checks else []
+        return Done(self.usage, self.stats, cited, checked=again[0] if again else None)
 
     def turns_run(self) -> list[tuple[PrefixKey, Conversation]]:
         """Conversations that later turns may continue; that of the first answer is the last."""
@@ -276,7 +284,8 @@ class RunningRequest:
         request, loaded, ends = self.request, self.target.loaded, conversation.end_tokens
         picker = Picker(loaded, conversation.tokens, ends, request.generation, most, index)
         text = Text(loaded.known_tokenizer, self._stops, request.raw, request.shown)
-        one = RunningSequence(index, conversation, picker, text, most, ends, evidence)
+        record = Record(conversation.tokens if self._checks else ())
+        one = RunningSequence(index, conversation, picker, text, most, ends, evidence, record)
         self.sequences.append(one)
         self._take(one, logits)
 
@@ -296,6 +305,8 @@ class RunningRequest:
             self._end(one, "stop")
             return
         text, ends = one.text.push(picked.token), self._follow(one, picked.token)
+        if self._checks:
+            one.record.add(picked.token, logits)
         one.tokens += 1
         whole = ends or one.text.stopped is not None
         self.emit(Delta(one.index, text, (picked,)))

@@ -302,8 +302,11 @@ class Service:
     def _submit(
         self, asked: AskOptions, target: Target | Joining, tokens: Sequence[int], emit: Emit, **more: Any
     ) -> Ticket:
+        if asked.check and asked.n > 1:
+            raise WrongField("one answer is checked, and here are several: leave n or check out", "check")
         targets = target.targets if isinstance(target, Joining) else (target,)
-        wanted = replace(asked.generation, max_tokens=self._room(targets, len(tokens), asked))
+        width = target.width if isinstance(target, Joining) else asked.n
+        wanted = replace(asked.generation, max_tokens=self._room(targets, width, len(tokens), asked))
         check_generation(targets[0].loaded, wanted)
         shared = {one.name: getattr(asked, one.name) for one in fields(AskOptions)}
         shared["deadline_s"] = self._deadline(asked)
@@ -314,9 +317,9 @@ class Service:
         """Seconds in which a request must be answered."""
         return min(asked.deadline_s or self.settings.deadline_s, self.settings.deadline_s)
 
-    def _room(self, targets: Sequence[Target], prompt: int, asked: AskOptions) -> int:
-        """How many tokens an answer may have: what was asked for, as far as the contexts and the memory for
-        answers go. Raises `ContextEnds` where a context ends in the prompt.
+    def _room(self, targets: Sequence[Target], width: int, prompt: int, asked: AskOptions) -> int:
+        """How many tokens an answer of `width` conversations may have: what was asked for, as far as the
+        contexts and the memory for answers go. Raises `ContextEnds` where a context ends in the prompt.
         """
         loaded, wanted = targets[0].loaded, asked.generation.max_tokens
         if wanted is None:
@@ -326,11 +329,8 @@ class Service:
                 target.start.check_room(prompt)
         limit = sys.maxsize if wanted < 0 else wanted
         most = min(target.start.most_new(limit, prompt) for target in targets)
-        while (
-            most > 1
-            and asked.n * len(targets) * generated_bytes(loaded.shape, prompt + most, loaded.dtype)
-            > self.settings.running_bytes
-        ):
+        room = self.settings.running_bytes
+        while most > 1 and width * generated_bytes(loaded.shape, prompt + most, loaded.dtype) > room:
             most //= 2
         return most
 

@@ -69,6 +69,8 @@ class Together:
             return None
         if asked.n > 1:
             raise WrongField("stores that answer together give one answer: leave n out", "n")
+        if asked.check:
+            raise WrongField("an answer of several stores is not checked: leave check out", "check")
         join = asked.join or "mixture"
         if isinstance(asked.together, tuple):
             return self._named(asked, asked.together, entry)
@@ -77,7 +79,8 @@ class Together:
                 f"'{entry.name}' is no collection: give the names of several stores in together", "together"
             )
         collection = Collection(entry.path)
-        most = asked.together or min(DOCUMENTS, self._settings.max_running)
+        room = self._settings.max_running - (join == "pced")  # one of its rows has no document
+        most = asked.together or max(1, min(DOCUMENTS, room))
         found = [one for one, _ in collection.scored(first)][:most]
         if not found:
             raise WrongField("no document contains a word of the question: rephrase it", "messages")

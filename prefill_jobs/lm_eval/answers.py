@@ -15,8 +15,8 @@ from torch import Tensor
 
 from offload_decode.common.errors import StoreMismatch
 from offload_decode.config import EngineConfig
-from offload_decode.engine.batching import LOGITS, Turn, run_turns
-from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.batching import Turn, run_turns
+from offload_decode.engine.conversation import LOGITS, Conversation
 from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens

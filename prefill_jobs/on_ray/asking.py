@@ -74,9 +74,10 @@ class Asker(Worker):
         caps: Caps,
         max_new_tokens: int,
         cites: bool,
+        check: bool,
     ) -> None:
         super().__init__(stores, remote)
-        self.max_new_tokens, self.cites = max_new_tokens, cites
+        self.max_new_tokens, self.cites, self.check = max_new_tokens, cites, check
         self.opener = Opener(config, caps, release=lambda: self._close(0))
         self.opened: OrderedDict[str, tuple[Engine, ExitStack]] = OrderedDict()  # held in the cache
         self.most = OPEN if remote is None else 1  # an open store cannot leave the cache
@@ -89,7 +90,7 @@ class Asker(Worker):
         if isinstance(task, JointQuestion):
             return self._together(task)
         questions, engine = task.questions, self._engine(task.store)
-        return engine.answer_many(questions, self.max_new_tokens, len(questions), self.cites)
+        return engine.answer_many(questions, self.max_new_tokens, len(questions), self.cites, self.check)
 
     def _together(self, task: JointQuestion) -> JointAnswer:
         self._close(0)
@@ -122,6 +123,7 @@ def answer_on_ray(
     config: EngineConfig,
     max_new_tokens: int,
     cites: bool = False,
+    check: bool = False,
     remote: RemoteStores | None = None,
     watch: Callable[[TaskProgress], None] = lambda progress: None,
 ) -> Iterator[tuple[int, Any]]:
@@ -138,6 +140,6 @@ def answer_on_ray(
         ]
     each = [one.stores if isinstance(one, JointQuestion) else (one.store,) for one in batches]
     stores = tuple(dict.fromkeys(store for own in each for store in own))
-    setup = stores, remote, config, cluster.caps, max_new_tokens, cites
+    setup = stores, remote, config, cluster.caps, max_new_tokens, cites, check
     with pool_of(cluster, config.device, Asker, setup, len(batches), remote is not None) as pool:
         yield from pool.run(batches, "answered", watch)

@@ -50,7 +50,7 @@ def stores_at(url: str) -> list[str]:
 
 def asker(url: str, limit: int = 1 << 30) -> Asker:
     header = Path(url.removeprefix("file://"), "collection.json").read_text()
-    return Asker(stores_at(url), RemoteStores(url, header, limit), EngineConfig(), Caps(), 4, False)
+    return Asker(stores_at(url), RemoteStores(url, header, limit), EngineConfig(), Caps(), 4, False, False)
 
 
 def kept() -> dict[Path, bool]:
@@ -151,11 +151,12 @@ def by_one_worker(
     config: EngineConfig,
     most: int,
     cites: bool = False,
+    check: bool = False,
     remote: RemoteStores | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """What a cluster of one machine, this one, returns: the last part first."""
     stores = tuple(one.store for one in batches)
-    worker = Asker(stores, remote, config, cluster.caps, most, cites)
+    worker = Asker(stores, remote, config, cluster.caps, most, cites, check)
     worker.load()
     for number, one in reversed(list(enumerate(batches))):
         yield number, worker.do(one).result

@@ -35,7 +35,7 @@ QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in
 
 
 def asker(*stores: Path, **config: Any) -> Asker:
-    return Asker(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False)
+    return Asker(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False, False)
 
 
 def test_a_worker_answers_as_this_process_does(store):

@@ -150,10 +150,10 @@ def test_a_batch_names_what_nobody_speaks_of(collection, out, tmp_path):
     assert [line["question"] for line in lines_of(out)] == [QUESTION]
 
 
-def by_one_worker(parts, cluster, config, most, cites, remote, watch):
+def by_one_worker(parts, cluster, config, most, cites, check, remote, watch):
     """What a cluster of this machine returns: the last question first."""
     stores = tuple(store for one in parts for store in one.stores)
-    worker = asking.Asker(stores, remote, config, cluster.caps, most, cites)
+    worker = asking.Asker(stores, remote, config, cluster.caps, most, cites, check)
     worker.load()
     for number, one in reversed(list(enumerate(parts))):
         yield number, worker.do(one).result

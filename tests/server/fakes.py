@@ -26,7 +26,7 @@ from offload_decode.server.requests import (
     WrongField,
 )
 from offload_decode.server.service import ChatRequest, CompletionRequest
-from offload_decode.types import CitedDocument, CitedSpan, StepStats
+from offload_decode.types import Checked, CitedDocument, CitedSpan, StepStats
 from tests.tiny import tiny_tokenizer
 
 STORED = 100
@@ -100,6 +100,7 @@ class FakeService:
         self.late: Exception | None = None
         self.pace_s = self.wait_s = 0.0
         self.grounded: float | None = None
+        self.checked = Checked(3, 2, 0.25)
         self.closed = False
         self.metrics = Metrics()
 
@@ -187,7 +188,8 @@ class FakeService:
             finish = ended if len(text) == whole else "length"
             yield Ended(index, finish, self.stop, self.grounded)
         usage = Usage(STORED + len(prompt), STORED, asked.n * len(text))
-        yield Done(usage, StepStats(tokens=len(text), bytes_moved=1000), CITED if asked.cite else None)
+        cost, checked = StepStats(tokens=len(text), bytes_moved=1000), self.checked if asked.check else None
+        yield Done(usage, cost, CITED if asked.cite else None, checked=checked)
 
 
 def scored(token: int, top: int) -> Scored:

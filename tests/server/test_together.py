@@ -1,5 +1,6 @@
 """Stores that answer a request together say what `engine.joint` says of them, among other requests."""
 
+import re
 import threading
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ from offload_decode.collections.collection import Collection
 from offload_decode.collections.together import weights
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig
+from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
+from offload_decode.planning.sizes import generated_bytes
 from offload_decode.prefill_jobs import joined as joined_module
 from offload_decode.prefill_jobs.collect import collect
 from offload_decode.prefill_jobs.job import Maker, Settings
@@ -20,6 +23,8 @@ from offload_decode.server import together
 from offload_decode.server.requests import (
     Busy,
     Delta,
+    Done,
+    Failed,
     Generation,
     Loading,
     NoSuchName,
@@ -30,6 +35,7 @@ from offload_decode.server.requests import (
 )
 from offload_decode.server.service import CompletionRequest, SearchRequest
 from tests.server.conftest import Listener, ask
+from tests.server.test_catalog import until
 
 QUESTION, NEW = "What is the colour of thing 3?", 12
 BUDGET = {"budget": "24"}
@@ -132,6 +138,60 @@ def test_a_request_that_is_joined_is_cancelled_between_tokens(service):
         listener.ticket.cancel()
         assert ask(service).all().error is None
         assert not service.scheduler.uses("notes")
+
+
+def test_others_end_while_documents_are_cited(service, monkeypatch):
+    begun, goes_on, cite = threading.Event(), threading.Event(), Conversation.cited
+
+    def cited(self, watch):
+        begun.set()
+        assert goes_on.wait(60)
+        return cite(self, watch)
+
+    monkeypatch.setattr(Conversation, "cited", cited)
+    citing = ask(service, together=BOTH, cite=True)
+    assert begun.wait(60)
+    assert ask(service).all().error is None
+    assert service.scheduler._answers("notes") is False, "it has left: only its end is on its way"
+    goes_on.set()
+    assert len(citing.all().citations) == 2
+
+
+def test_who_has_gone_is_cited_no_further(service, monkeypatch):
+    cited = []
+
+    def cite(self, watch):
+        cited.append(watch)
+        listener.ticket.cancel()
+        return ()
+
+    monkeypatch.setattr(Conversation, "cited", cite)
+    for join in ("product", "read"):
+        cited.clear()
+        listener = ask(service, together=BOTH, join=join, cite=True)
+        until(lambda: cited)
+        assert not service.scheduler.uses("notes")
+        assert len(cited) == 1, "the second document is left out"
+        assert not {Done, Failed} & {type(event) for event in listener.events.queue}
+    cited.clear()
+    listener = ask(service, together=BOTH, tokens=400, cite=True)
+    listener.until(Delta)
+    listener.ticket.cancel()
+    until(lambda: not service.scheduler.uses("notes"))
+    assert not cited, "half an answer is not cited"
+    assert re.search(r"abort.*} 3\.0", service.metrics.text().decode())
+
+
+def test_the_row_without_a_document_is_counted(place, shelf, serve):
+    """That of pced: in the memory that an answer may take, and in how many answers there may be."""
+    [engine] = engines([shelf / "stores" / "book.kv"])
+    prompt = len(engine.question_tokens(QUESTION))
+    row = generated_bytes(engine.loaded.shape, prompt + 512, engine.loaded.dtype)
+    heard = ask(serve(running_bytes=5 * row // 2), together=BOTH, join="pced", tokens=512).all()
+    assert heard.error is None
+    assert heard.usage.completion <= 256
+    few = ask(serve(place, max_running=3), "colours.collection", "Is it green?", join="pced").all()
+    assert len(few.done.joined.documents) == 2
 
 
 def test_others_are_answered_alike_while_stores_answer_together(service):

@@ -36,7 +36,7 @@ from offload_decode.server.requests import (
     WrongField,
 )
 from offload_decode.server.service import Service
-from offload_decode.types import CitedDocument, StepStats
+from offload_decode.types import Checked, CitedDocument, StepStats
 
 LOG = logging.getLogger("offload_decode.server")
 
@@ -176,8 +176,9 @@ class AskBody(WholeBody):
     """Who is asked, and how: the fields of every request for an answer.
 
     `selector` and `options` choose which stored tokens are attended to, as `-s` and `-o` do; `deadline` is in
-    seconds; `citations` adds which documents and passages the answer attended to. `together`: how many
-    documents of a collection, or the names of which stores, answer a chat as one, in the way of `join`.
+    seconds; `citations` adds which documents and passages the answer attended to, `check` how far it agrees
+    with attention to all stored tokens. `together`: how many documents of a collection, or the names of which
+    stores, answer a chat as one, in the way of `join`.
     """
 
     model: Name
@@ -188,6 +189,7 @@ class AskBody(WholeBody):
     options: dict[OptionName, Option] | None = Field(None, max_length=64)
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
+    check: bool = False
     together: Annotated[int, Field(ge=1, le=MOST_TOGETHER)] | Names | None = None
     join: Join | None = None
 
@@ -205,6 +207,7 @@ class AskBody(WholeBody):
             "options": self.options or {},
             "deadline_s": self.deadline,
             "cite": self.citations,
+            "check": self.check,
             "together": tuple(self.together) if isinstance(self.together, list) else self.together,
             "join": self.join,
         }
@@ -279,11 +282,13 @@ class Cost(BaseModel):
     """What was asked for by `citations`: what an answer attended to, and what it cost. `joined`: who
     answered together. `warnings`: what is approximate in that, and what was not done as it was asked
     for, in whole answers and in the last chunk with usage or cost. `grounded`: how likely an answer stands in
-    the text, in the chunk that ends it; of several whole answers, the least.
+    the text, in the chunk that ends it; of several whole answers, the least. `checked`: what was asked for by
+    `check`.
     """
 
     grounded: float | None = None
     citations: list[CitedDocument] | None = None
+    checked: Checked | None = None
     stats: StepStats | None = None
     joined: Joined | None = None
     warnings: list[str] | None = None
@@ -312,6 +317,7 @@ def cost(body: AskBody, done: Done, warnings: Sequence[str] = ()) -> dict[str, A
     """The fields of `Cost`, where they were asked for, or where stores answered together."""
     told = {"stats": done.stats, "citations": list(done.citations or ())} if body.citations else {}
     told |= {} if done.joined is None else {"joined": done.joined}
+    told |= {} if done.checked is None else {"checked": done.checked}
     return told | ({"warnings": [*warnings, *done.notes]} if warnings or done.notes else {})
 
 
@@ -363,7 +369,8 @@ class AnswerReply(Reply, ABC):
             self.collect(part, event)
             last = self._cost | ({"usage": self._total()} if self._usage else {})
             if {*last} - {"warnings"} and len(self.answered) == self._requests:
-                asked = self._usage or self._body.citations or self._body.together is not None
+                body = self._body
+                asked = self._usage or body.citations or body.check or body.together is not None
                 yield make(self.part, "object", **shared | last, choices=[] if asked else self.nothing())
 
     def nothing(self) -> list[BaseModel]:

@@ -171,8 +171,9 @@ def _asked(settings: Settings, body: CompletionBody, id: str) -> list[Completion
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and not body.echo:
         raise WrongField("max_tokens: 0 needs echo: true, as there would be nothing to tell", "max_tokens")
-    if len(body.prompts) > 1 and body.citations:
-        raise WrongField("citations are of one prompt, and here are several", "citations")
+    for name, wanted in (("citations", body.citations), ("check", body.check)):
+        if len(body.prompts) > 1 and wanted:
+            raise WrongField(f"{name} goes with one prompt, and here are several: leave it out", name)
     return [
         CompletionRequest(
             **body.ask_options(settings, f"{id}-{number}", max_tokens=most, top_logprobs=body.logprobs),

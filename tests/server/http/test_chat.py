@@ -116,6 +116,14 @@ def test_citations_and_cost_come_with_the_answer(client, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_check_comes_with_the_answer_that_asks_for_it(client, stream):
+    for asked, told in (({"check": True}, {"tokens": 3, "same": 2, "difference": 0.25}), ({}, None)):
+        answer = client.chat.completions.create(**ASKED, stream=stream, extra_body=asked)
+        last = list(answer)[-1] if stream else answer
+        assert last.to_dict().get("checked") == told
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_tells_how_grounded_it_is(client, service, stream):
     service.grounded = 0.25
     answers = client.chat.completions.create(**ASKED, stream=stream)

@@ -96,6 +96,7 @@ def test_chunks_have_openais_fields(url):
         *(({"max_tokens": wrong}, "max_tokens") for wrong in (0, -2)),
         *(({"logprobs": wrong}, "logprobs") for wrong in (21, -1)),
         ({"prompt": ["a", "b"], "citations": True}, "citations"),
+        ({"prompt": ["a", "b"], "check": True}, "check"),
     ],
 )
 def test_a_field_that_cannot_be_is_named(url, changed, param):

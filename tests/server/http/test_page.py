@@ -107,6 +107,13 @@ def test_an_answer_says_what_it_attended_to_and_what_it_cost(page, service):
     assert service.tickets[0].asked.cite
 
 
+def test_an_answer_is_checked_where_that_is_asked_for(page, service):
+    page.get_by_text("Settings").click()
+    page.get_by_label("Check").check()
+    expect(_ask(page, ASKED).locator(".figures")).to_contain_text("2 of 3")
+    assert service.tickets[0].asked.check
+
+
 def test_an_address_opens_the_corpus_that_it_names(opened, url):
     page = opened(f"{url}/#tiny")
     expect(page.get_by_label("Corpus")).to_have_value("tiny")

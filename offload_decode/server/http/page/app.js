@@ -105,6 +105,7 @@ function asked(turn) {
   if (at("most").value) wanted.max_completion_tokens = Number(at("most").value);
   if (at("temperature").value) wanted.temperature = Number(at("temperature").value);
   if (at("budget").value && turn.model.parent) wanted.options = { budget: at("budget").value };
+  if (at("check").checked && turn.model.parent) wanted.check = true;
   return wanted;
 }
 
@@ -140,7 +141,7 @@ async function answer(turn, signal) {
       spoken.write(choice.delta.content);
     }
     cut ||= choice?.finish_reason === "length";
-    for (const part of ["usage", "stats", "citations", "grounded"]) last[part] = chunk[part] ?? last[part];
+    for (const part of ["usage", "stats", "citations", "grounded", "checked"]) last[part] = chunk[part] ?? last[part];
   }
   turn.element.classList.toggle("cut", cut);
   turn.end(cut ? "The answer was cut off at its most tokens: ask for more in the settings, or to go on." : turn.answer.trim() ? "" : "The answer is empty.");

@@ -45,7 +45,7 @@ export class Turn {
   }
 
   /** The last chunk: what the answer cost, and what it attended to. */
-  tell({ usage, stats, citations, grounded }, corpus) {
+  tell({ usage, stats, citations, grounded, checked }, corpus) {
     const figures = [];
     const seconds = (this.#last - this.#first) / 1000;
     if (usage?.completion_tokens > 1 && seconds > 0) {
@@ -58,6 +58,7 @@ export class Turn {
     }
     if (stats && corpus) figures.push(["keys and values read", bytes(stats.bytes_moved)]);
     if (grounded !== undefined) figures.push(["grounded", grounded.toFixed(2)]);
+    if (checked) figures.push(["tokens that stay the likeliest", `${checked.same} of ${checked.tokens}`]);
     const list = this.find(".figures");
     list.replaceChildren(...figures.map(figure));
     list.hidden = !figures.length;
