@@ -25,7 +25,7 @@ def test_every_command_says_the_same(store, tmp_path):
     assert answer["checked"] == {**told, "difference": pytest.approx(told["difference"], abs=1e-4)}
     unchecked = tmp_path / "unchecked.jsonl"
     assert batch(questions, unchecked, store, *FEW).code == 0
-    assert "is not an answer of this command" in batch(questions, unchecked, store, *FEW, "--check").err
+    assert "was answered with" in batch(questions, unchecked, store, *FEW, "--check").err
 
 
 def test_nothing_is_said_where_it_is_not_asked_for(store):
