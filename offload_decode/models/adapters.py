@@ -46,6 +46,7 @@ _READ = frozenset(
         "r", "rank_pattern", "use_rslora",
     ]
 )  # fmt: skip
+_KINDS = {"alpha_pattern": dict, "rank_pattern": dict, "use_rslora": bool}
 # Ways to begin a training that leave the base model's weights as they are.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -89,11 +90,18 @@ class AdaptedLinear(nn.Module):
 
 def read_adapter(folder: str) -> Adapter:
     """What a LoRA's folder states, and the shapes of its weights. Raises `ModelError`."""
-    path = Path(folder).resolve()
-    if not path.is_dir():
+    try:
+        path = Path(folder).resolve()
+        there = [name for name in (ADAPTER_CONFIG, WEIGHTS) if (path / name).is_file()]
+        found = path.is_dir()
+    except (OSError, ValueError) as error:  # a name with NUL, or too long, or not to be looked into
+        raise ModelError(
+            f"{folder[:200]!r} cannot be looked into ({error}): give --adapter the folder of a LoRA"
+        ) from error
+    if not found:
         raise ModelError(f"there is no folder {folder}: give --adapter the folder of a LoRA")
     for name in (ADAPTER_CONFIG, WEIGHTS):
-        if not (path / name).is_file():
+        if name not in there:
             pickled = "; a pickled one is not read" if name == WEIGHTS else ""
             raise ModelError(f"{path} is no adapter that can be read: it has no file {name}{pickled}")
     bounded(path / ADAPTER_CONFIG)
@@ -186,6 +194,7 @@ def _check_fields(path: Path, stated: Mapping[str, Any]) -> None:
         refused.append("bias")
     if stated.get("init_lora_weights") not in _PLAIN_BEGINNINGS:
         refused.append("init_lora_weights")
+    refused += [name for name, kind in _KINDS.items() if not isinstance(stated.get(name) or kind(), kind)]
     if refused:
         value = str(stated[refused[0]])[:40]
         raise ModelError(f"the adapter {path} has {refused[0]}={value}, which is not served: {MERGE}")
@@ -226,7 +235,7 @@ def _of_pattern(path: Path, stated: Mapping[str, Any], kind: str, name: str) -> 
     """The rank or alpha of a module: that of the first pattern that ends its name, as in PEFT."""
     patterns = stated.get(f"{kind}_pattern") or {}
     value = stated.get({"rank": "r", "alpha": "lora_alpha"}[kind], 8)
-    for pattern, own in patterns.items() if isinstance(patterns, dict) else [("", None)]:
+    for pattern, own in patterns.items():
         # Without groups, and with few repetitions, no pattern takes longer than its length allows.
         if len(pattern) > _MOST_PATTERN or "(" in pattern or sum(map(pattern.count, "*+?{")) > 3:
             raise ModelError(

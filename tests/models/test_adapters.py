@@ -255,6 +255,9 @@ def test_an_adapter_on_blocks_adds_to_their_products(tmp_path, kind):
         ({"r": 3}, "states the rank 3.0 for model.layers.0.self_attn.q_proj, and has 2"),
         ({"lora_alpha": "many"}, "states no alpha"),
         ({"alpha_pattern": {"(a+)+": 3}}, "alpha_pattern"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern=['q_proj']"),
+        ({"rank_pattern": "q_proj"}, "rank_pattern=q_proj"),
+        ({"use_rslora": "false"}, "use_rslora=false"),
         ({"alora_invocation_tokens": []}, "alora_invocation_tokens that are no tokens"),
     ],
 )
@@ -285,6 +288,12 @@ def test_weights_that_do_not_fit_are_refused(base, tmp_path, weights, message):
     folder = plain_lora(tmp_path / "lora", None, **weights)
     with pytest.raises(ModelError, match=re.escape(message)):
         load(str(base), "cpu", adapter=str(folder))
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "a\0b", "a" * 5000, __file__])
+def test_what_is_no_folder_is_refused_in_a_sentence(folder):
+    with pytest.raises(ModelError, match="give --adapter the folder of a LoRA"):
+        adapters.read_adapter(folder)
 
 
 def test_numbers_that_are_not_finite_and_pickled_weights_are_refused(base, tmp_path):
