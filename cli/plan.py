@@ -22,7 +22,7 @@ from offload_decode.cli.options import (
     token_count,
 )
 from offload_decode.common.errors import ConfigError
-from offload_decode.config import split_pairs
+from offload_decode.config import AUTO, split_pairs
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Machine, Plan
@@ -49,7 +49,7 @@ def plan(
             "or int4.",
         ),
     ] = "auto",
-    selector: Selector = "topk",
+    selector: Selector = AUTO,
     option: Options = None,
     rope: Rope = "",
     chunk: Annotated[

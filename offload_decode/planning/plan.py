@@ -58,10 +58,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes for each generated token. `weights`: read on the device. `pages`: bounds read there. `scanned`:
-    what a search of the indexes reads in host memory. `gathered`: rows fetched from all over it, the most
-    that the query heads of a group can want. `attended`: rows read one after another for dense layers.
-    `bus`: what of these goes to a GPU; 0 without one.
+    """Bytes for each generated token. `weights`: read on the device. `pages`: bounds read there, or keys of
+    the model's own index. `scanned`: what a search of the indexes reads in host memory. `gathered`: rows
+    fetched from all over it, the most that the query heads of a group can want. `attended`: rows read one
+    after another for dense layers. `bus`: what of these goes to a GPU; 0 without one.
     """
 
     weights: int
@@ -83,6 +83,9 @@ def traffic(estimate: SizeEstimate, request: Workload, on_gpu: bool) -> Traffic:
         elif request.selector == "quest":
             pages += sizes.page_bytes(shape, n, request.page_size, request.metadata, 1)
             gathered += shape.kv_heads * min(n, k) * pair
+        elif request.selector == sizes.OWN:
+            pages += sizes.index_key_bytes(shape, n, estimate.dtype)
+            gathered += shape.kv_heads * k * pair
         else:
             # A group shares Quest's pages, and here what is scanned. Scores of what is found are known.
             scanned += sizes.index_costs(request.index, shape, n, *given, k, shape.group).read
@@ -164,8 +167,10 @@ class Plan:
 
 def plan(estimate: SizeEstimate, request: Workload, machine: Machine) -> Plan:
     """Count what the request takes on that machine. Raises `ConfigError` for weights that the model's
-    checkpoint cannot be quantized to, and for such as are streamed where there is no GPU, or are in few bits.
+    checkpoint cannot be quantized to, and for such as are streamed where there is no GPU, or are in few bits;
+    and for a selector that the model does not have.
     """
+    request = request.resolved(estimate.shape)
     check_weights_of(estimate.format, STREAMED if request.streamed else request.weights)
     if request.streamed and machine.gpu is None:
         raise ConfigError(NO_CARD)
@@ -211,6 +216,9 @@ def _asking(estimate: SizeEstimate, request: Workload, machine: Machine) -> tupl
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))
+    if request.selector == sizes.OWN:
+        held = len(searched) * sizes.index_key_bytes(shape, request.tokens, estimate.dtype)
+        parts.append(Part("the model's index keys", device, held))
     if request.selector == "topk":
         layer = sizes.index_costs(request.index, shape, request.tokens, request.kv, estimate.dtype)
         for place, size in ((Medium.RAM, layer.memory), (Medium.DISK, layer.file)):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt, prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from offload_decode.attention.host_tokens import ENTRIES
 from offload_decode.attention.transfers import power_of_two
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows import encodings
-from offload_decode.config import FULL, STREAMED
+from offload_decode.config import AUTO, FULL, STREAMED
 from offload_decode.indexes import registry
 from offload_decode.indexes.base import Costs
 from offload_decode.kv import placement
@@ -125,6 +125,11 @@ def store_bytes(shape: ModelShape, tokens: int, kv: str, dtype: str, chunk: int 
         files = prod(-(-size // step) for size, step in zip(spec.shape, spec.chunk, strict=True))
         total += spec.chunk_bytes * files + _ZARR_JSON + _SUM_LINE * (files + 1)
     return total
+
+
+def index_key_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
+    """Of one layer, the keys that a model's own index is searched by, which are held on the device."""
+    return 0 if shape.index is None else tokens * shape.index.dim * itemsize(dtype)
 
 
 def page_bytes(shape: ModelShape, tokens: int, page_size: int, metadata: str, layers: int) -> int:
@@ -240,7 +245,8 @@ def staging_bytes(estimate: SizeEstimate, chunk: int, tokens: int, on_gpu: bool,
 
 KV = tuple(KV_KINDS)
 WEIGHTS = ("auto", FULL, "fp16", "int8", "int4")
-SELECTORS = ("topk", "quest", "dense")
+OWN = "own"
+SELECTORS = (AUTO, "topk", "quest", "dense", OWN)
 QUESTION_TOKENS = PASS_TOKENS  # a question and its answer are planned with twice as many in all
 
 
@@ -249,12 +255,12 @@ class Workload:
     """A store of `tokens` and how it is to be asked.
 
     `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's
-    dtype. `selector` with `budget` or `error` (topk), `dense_layers` (None: the selector's own), `index`
-    (topk), `page_size` and `metadata` (quest). `streamed`: a prefill has its weights come to a GPU layer by
-    layer, in the model's dtype whatever `weights` are asked with. `chunk`: tokens of its forward pass;
-    `chunk_chosen`: those that fit, which `plan` finds. `generated`: tokens of question and answer, in each of
-    `batch` conversations at once, of whose questions a forward pass takes `pass_tokens`. `device_cache`:
-    bytes of a GPU that keep stored rows.
+    dtype. `selector` (`auto`: what that is for the model) with `budget` or `error` (topk), `dense_layers`
+    (None: the selector's own), `index` (topk), `page_size` and `metadata` (quest). `streamed`: a prefill has
+    its weights come to a GPU layer by layer, in the model's dtype whatever `weights` are asked with. `chunk`:
+    tokens of its forward pass; `chunk_chosen`: those that fit, which `plan` finds. `generated`: tokens of
+    question and answer, in each of `batch` conversations at once, of whose questions a forward pass takes
+    `pass_tokens`. `device_cache`: bytes of a GPU that keep stored rows.
     """
 
     tokens: int
@@ -297,10 +303,21 @@ class Workload:
         wanted = self.batch * max(1, self.generated - QUESTION_TOKENS)
         return min(wanted, self.batch * pass_tokens(self.pass_tokens, self.batch))
 
+    def resolved(self, shape: ModelShape) -> Self:
+        """With the selector that `auto` is for a model. Raises `ConfigError` for `own` where it has none."""
+        if self.selector == OWN and shape.index is None:
+            raise ConfigError("selector 'own' needs a model with an indexer of its own: choose another")
+        chosen = "topk" if shape.index is None else OWN
+        return replace(self, selector=chosen) if self.selector == AUTO else self
+
     def budgets(self, shape: ModelShape) -> dict[int, int | None]:
         """Tokens for each query of every searched layer; None is all of them."""
         if self.selector == "dense":
             return dict.fromkeys(shape.full_layers)
+        if self.selector == OWN and shape.index is not None:
+            return dict.fromkeys(
+                shape.full_layers, shape.index.topk if shape.index.topk < self.tokens else None
+            )
         own = "first:2" if self.selector == "quest" else ""
         amount = str(RUNGS[-1].best) if self.error else self.budget
         budget = Budget(amount, dense_layers=own if self.dense_layers is None else self.dense_layers)

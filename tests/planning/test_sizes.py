@@ -5,17 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows.encodings import INT8, row_dtype
 from offload_decode.indexes import registry
 from offload_decode.models.block_layers import BlockLinear, quantize
 from offload_decode.models.quantization import quantize_on_gpu
 from offload_decode.models.size_estimate import estimate_of, estimate_size
 from offload_decode.planning import sizes
-from offload_decode.planning.plan import traffic
+from offload_decode.planning.plan import Machine, Medium, plan, traffic
 from offload_decode.planning.sizes import KV, Workload
 from offload_decode.selectors.base import SelectorOptions
 from offload_decode.store.format import stored_types
-from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
+from offload_decode.types import IndexShape, LayerKind, LayerShape, ModelShape, StateShape
 from tests.planning.estimates import llama_8b
 from tests.tiny import text_model, tiny_model
 
@@ -64,6 +65,21 @@ def test_the_latents_of_deepseek_v3():
     assert (
         sizes.generated_bytes(shape, 1000, "bfloat16") < sizes.generated_bytes(heads, 1000, "bfloat16") / 80
     )
+
+
+def test_the_index_keys_of_deepseek_v3_2_are_planned_on_the_device():
+    """128 numbers a token and layer, of which 2,048 tokens are chosen (arXiv 2512.02556)."""
+    layer = LayerShape(LayerKind.FULL, 1, 704, 704, latent=True, index=IndexShape(128, 2048))
+    model = replace(llama_8b(), shape=ModelShape((layer,) * 61, 128), dtype="bfloat16")
+    machine = Machine(1 << 40, 1 << 40, 1 << 40, 0)
+    asked = plan(model, Workload(10**6, selector="auto"), machine)
+    [part] = [part for part in asked.asking if part.name == "the model's index keys"]
+    assert (part.place, part.bytes) == (Medium.GPU, 61 * 128 * 2 * 10**6)
+    assert not [part for part in asked.asking if part.name.startswith("indexes")]
+    assert asked.traffic.gathered == 61 * 2048 * 704 * 2
+    with pytest.raises(ConfigError, match="needs a model with an indexer"):
+        plan(llama_8b(), Workload(10**6, selector="own"), machine)
+    assert plan(llama_8b(), Workload(10**6, selector="auto"), machine).request.selector == "topk"
 
 
 @pytest.mark.parametrize("kv", KV)
