@@ -40,6 +40,7 @@ SYSTEM = f"Answer in a few words from the text. Where the text does not say, ans
 FORM = "According to the text: {}"
 NEW = 20
 ABSENT = 400  # articles from here on are in no document
+APART = 33  # numbers of articles that are asked for one after the other, prime to the number of documents
 TWO = "two documents"
 KINDS = "one fact", TWO, "no document"
 
@@ -59,8 +60,8 @@ def write_documents(texts: Path, out: Path, count: int, characters: int) -> None
 
 def asked(documents: int, count: int, kinds: Sequence[str]) -> list[tuple[str, Asked]]:
     """So many questions of each of the kinds, in turns; fewer are the first of more."""
-    single = questions(1)[:documents]
-    random.Random("asked").shuffle(single)
+    every = questions(1)[:documents]
+    single = [every[APART * number % documents] for number in range(documents)]
     two = [one for one in questions(2) if max(one.needed) < documents]
     absent = questions(1)[ABSENT : ABSENT + 7 * count : 7]
     of_kind = dict(zip(KINDS, (single[:count], two[:count], absent), strict=True))
