@@ -94,7 +94,7 @@ def test_a_proposal_is_a_plan_that_fits(estimate, request, machine):
     proposed = nearest(asked)
     if asked.fits:
         assert proposed is not None
-        assert not changes(request, proposed.request)
+        assert not changes(asked.request, proposed.request)
     if proposed is not None:
         again = plan(estimate, proposed.request, machine)
         assert again.fits
