@@ -121,10 +121,21 @@ def plan_renewal(
     """
     earlier = opened(store)
     texts, skipped = read_corpus(corpus, rules)
+    progress("tokenize", 0, len(texts))
+    return plan_of_texts(earlier, model, texts, tuple(skipped), drop)
+
+
+def plan_of_texts(
+    earlier: KVStore,
+    model: str | None,
+    texts: Sequence[TextDocument],
+    skipped: tuple[Skipped, ...] = (),
+    drop: bool = False,
+) -> Renewal:
+    """`plan_renewal` with documents that are read. Of the model only the tokenizer is."""
     tokenizer, known = load_tokenizer(model or earlier.manifest.model_id)
     earlier.check_model(tokenizer_hash=known)
-    progress("tokenize", 0, len(texts))
-    return compared(earlier, tokenizer, prompt_for(tokenizer, known), texts, tuple(skipped), drop)
+    return compared(earlier, tokenizer, prompt_for(tokenizer, known), texts, skipped, drop)
 
 
 def compared(
@@ -135,7 +146,7 @@ def compared(
     skipped: tuple[Skipped, ...] = (),
     drop: bool = False,
 ) -> Renewal:
-    """`plan_renewal` with documents that are read, and the tokenizer and prompt of the store's model."""
+    """`plan_of_texts` with the tokenizer and prompt of the store's model."""
     admit_text(sum(len(document.text) for document in texts))
     tokens, documents, failed = encode_corpus(tokenizer, prompt_of(earlier, prompt), texts)
     give_back()
@@ -158,7 +169,8 @@ def compared(
     if (2 * len(gone) > len(before) or (of_base and of_base.issubset(gone))) and not drop:
         raise ConfigError(
             f"{earlier.path} would lose {len(gone):,} of its {len(before):,} documents, such as {gone[0]}, "
-            "which the corpus does not have: give all of the corpus, or --drop"
+            "which the corpus does not have: give all of the corpus, or have them dropped (--drop; in a "
+            'request "drop": true)'
         )
     added = tuple(name for name in now if name not in before)
     changed = tuple(name for name in now if name in before and not np.array_equal(now[name], before[name]))

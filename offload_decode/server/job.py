@@ -6,8 +6,8 @@ FOLDER/.jobs/ID/0, 1, …     its documents
 
 `python -P -m offload_decode.server.job FOLDER DEVICE`, by `jobs`, is such a process: it yields to answers,
 and ends with its server. On stdout: `{"stage", "done", "total"}`, then `{"result"}` or `{"error"}`. The last
-stage of an append is `exchange`, before which it waits for a line on stdin: only then does the longer store
-take the place of the one that is being asked.
+stage of an append or a renewal is `exchange`, before which it waits for a line on stdin: only then does the
+new store take the place of the one that is being asked.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from offload_decode.kv.indexes import heads_of
 from offload_decode.store.reader import KVStore
 
 if TYPE_CHECKING:
-    from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.corpus import Note, TextDocument
     from offload_decode.prefill_jobs.folders import Skipped
+    from offload_decode.prefill_jobs.renew import RenewReport
 
 LOG = logging.getLogger("offload_decode.server")
 
@@ -49,6 +50,7 @@ MOST_NOTES = 20
 _LARGEST_RECORD = 64 << 20
 _WAIT_S = 5.0
 
+Kind = Literal["prefill", "append", "renew"]
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Progress = Callable[[str, int, int], None]
 
@@ -63,11 +65,12 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a job does: `prefill` makes the store `name` at `path`, `append` adds to it. The other fields are
-    those of the commands of these names; `index` says whether clusters are built for a new store.
+    """What a job does: `prefill` makes the store `name` at `path`, `append` adds to it, `renew` makes it that
+    of the documents. The other fields are those of the commands of these names; `index` says whether clusters
+    are built for a new store.
     """
 
-    kind: Literal["prefill", "append"]
+    kind: Kind
     name: str
     path: str
     model: str
@@ -80,6 +83,7 @@ class Work:
     method: str = "dense"
     options: dict[str, Any] = field(default_factory=dict)
     index: bool = True
+    drop: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,12 +231,11 @@ def reason_of(error: Exception) -> str:
 
 
 def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
-    """Do the job in `folder`; its result. Raises what prefills, appends and indexes raise."""
+    """Do the job in `folder`; its result. Raises what prefills, appends, renewals and indexes raise."""
     job = read(folder)
     work, store = job.work, Path(job.work.path)
     progress("read", 0, len(job.documents))
     texts, unread = _texts(folder, job)
-    progress("load", 0, 1)
 
     from offload_decode.models.loading import load
     from offload_decode.models.size_estimate import estimate_size
@@ -242,17 +245,28 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     from offload_decode.prefill_jobs.destinations import destination_of
     from offload_decode.prefill_jobs.indexing import build_indexes
     from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
+    from offload_decode.prefill_jobs.renew import plan_of_texts, renew_as
 
-    if work.kind == "append":
+    plan = None
+    if work.kind == "prefill":
+        settings = Settings(work.method, work.options, kv=work.kv, rope=work.rope, system=work.system)
+        chunk: int | None = settings.chunk
+        how = work.dtype, work.weights, work.rope, work.adapter
+    else:
         earlier = opened(store)
         manifest = earlier.manifest
-        chunk: int | None = method_of(earlier).options.chunk
+        chunk = method_of(earlier).options.chunk
         how = manifest.dtype, manifest.weights, manifest.scaled, manifest.adapter
-    else:
-        settings = Settings(work.method, work.options, kv=work.kv, rope=work.rope, system=work.system)
-        chunk, how = settings.chunk, (work.dtype, work.weights, work.rope, work.adapter)
+    if work.kind == "renew":
+        progress("tokenize", 0, len(texts))
+        plan = plan_of_texts(earlier, work.model, texts, tuple(unread), work.drop)
+        if plan.start is None:  # nothing has changed: no model is loaded
+            return _renewed(renew_as(plan, None, store))
+    progress("load", 0, 1)
     check_prefill(estimate_size(work.model), chunk, how[0], device, Caps(), own_memory(), how[1])
     loaded = load(work.model, device, *how)
+    if plan is not None:
+        return _renewed(renew_as(plan, loaded, store, progress))
     progress("tokenize", 0, len(texts))
     if work.kind == "append":
         names = ["n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds"]
@@ -268,13 +282,23 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
 
 def _result(report: Any, names: Sequence[str], unread: Sequence[Skipped]) -> dict[str, Any]:
     """These fields of a report, all documents that are left out, and the first notes on the others."""
+    told = {name: getattr(report, name) for name in names}
+    return told | _left_out((*unread, *report.failed), report.notes)
+
+
+def _renewed(report: RenewReport) -> dict[str, Any]:
+    """The same of a renewal."""
+    plan, told = report.plan, report.summary()
+    told = {"bytes": sum(plan.earlier.cost().values()), "seconds": 0.0} | told
+    names = ["n_tokens", "documents", "added", "changed", "gone", "kept_tokens", "run_tokens"]
+    chosen = {name: told[name] for name in [*names, "bytes", "seconds"]}
+    return chosen | _left_out((*plan.skipped, *plan.failed), plan.notes)
+
+
+def _left_out(failed: Sequence[Skipped], notes: Sequence[Note]) -> dict[str, Any]:
     from offload_decode.prefill_jobs.corpus import first_notes
 
-    failed, notes = (
-        [one._asdict() for one in (*unread, *report.failed)],
-        first_notes(report.notes, MOST_NOTES),
-    )
-    return {name: getattr(report, name) for name in names} | {"failed": failed, "notes": notes}
+    return {"failed": [one._asdict() for one in failed], "notes": first_notes(notes, MOST_NOTES)}
 
 
 def _texts(folder: Path, job: Job) -> tuple[list[TextDocument], list[Skipped]]:

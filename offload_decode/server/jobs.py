@@ -1,7 +1,7 @@
-"""Stores are made, appended to and deleted while others are asked.
+"""Stores are made, appended to, renewed and deleted while others are asked.
 
-Each prefill and each append is a job: a folder of its own on disk and, while it runs, a process of its own
-(`server.job`). One runs at a time, in the order in which they came. A new server continues the jobs that
+Each prefill, append and renewal is a job: a folder of its own on disk and, while it runs, a process of its
+own (`server.job`). One runs at a time, in the order in which they came. A new server continues the jobs that
 another one left.
 """
 
@@ -31,7 +31,7 @@ from offload_decode.hf.compat import check_dtype
 from offload_decode.models.quantization import check_weights
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
-from offload_decode.server.job import EXCHANGE, JOBS, Job, JobFiles, State, Upload, Work, reason_of
+from offload_decode.server.job import EXCHANGE, JOBS, Job, JobFiles, Kind, State, Upload, Work, reason_of
 from offload_decode.server.kept_stores import TRASH, KeptStores, discard, folder_bytes, remove
 from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, TooLarge, WrongField
 
@@ -157,14 +157,17 @@ class Jobs:
 
     def append(self, name: str, documents: Sequence[Upload]) -> Job:
         """Add documents to a store. Raises as `prefill`."""
-        self._folder()
-        entry, path = self.store(name)
-        work = Work("append", entry.name, str(path), entry.model_id, entry.dtype, entry.weights)
-        return self._submit(work, documents)
+        return self._submit(self._on(name, "append"), documents)
+
+    def renew(self, name: str, documents: Sequence[Upload], drop: bool = False) -> Job:
+        """Make a store that of documents, which are the corpus as it is now; most of those that it has are
+        dropped only with `drop`. Raises as `prefill`.
+        """
+        return self._submit(replace(self._on(name, "renew"), drop=drop), documents)
 
     def cancel(self, id: str) -> Job:
         """Stop a job, and remove what it has written: a store that has its name already stays. One that is
-        done, or about to put a longer store in its place, stays as it is. Raises `NoSuchName`.
+        done, or about to put a new store in its place, stays as it is. Raises `NoSuchName`.
         """
         with self._changed:
             job = self.job(id)
@@ -250,6 +253,11 @@ class Jobs:
         if not self._catalog.folders:
             raise ConfigError("there is no folder to put stores in: start the server with one among STORES")
         return self._catalog.folders[0]
+
+    def _on(self, name: str, kind: Kind) -> Work:
+        self._folder()
+        entry, path = self.store(name)
+        return Work(kind, entry.name, str(path), entry.model_id, entry.dtype, entry.weights)
 
     def _model_of(self, model: str | None) -> Entry:
         if model is not None:
@@ -414,7 +422,7 @@ class Jobs:
                 self._progress[job.id] = so_far
                 if so_far.stage == EXCHANGE:
                     exchanging.enter_context(self._released(job.work.name))
-                    with self._changed:  # the longer store takes its place, unless it is too late
+                    with self._changed:  # the new store takes its place, unless it is too late
                         self._exchanging = not self._closed and self._jobs[job.id].state != "cancelled"
                     if self._exchanging:
                         with suppress(BrokenPipeError):

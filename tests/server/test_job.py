@@ -68,6 +68,38 @@ def test_what_a_job_makes_is_what_the_commands_make(shelf, tiny, tmp_path):
     assert (again["added"], again["known"]) == ((), ("more",))
 
 
+def test_a_renewed_store_is_that_of_its_documents_as_they_are_now(shelf, tiny, tmp_path, monkeypatch):
+    loaded = load(str(tiny), "cpu")
+    now = [TextDocument("facts", FACTS.strip("\n")), TextDocument("more", MORE.upper().strip())]
+    sent = [text(own.name, own.text) for own in now]
+    path, plain = shelf / "book.kv", tmp_path / "plain" / "book.kv"
+    work = Work("renew", "book", str(path), str(tiny))
+    run_here(shelf, replace(work, kind="prefill", options=CHUNK), text("facts"), text("more", MORE))
+    prefill_texts(loaded, now, plain, Settings(options=CHUNK))
+    made, stages = run_here(shelf, work, *sent)
+    assert tree(path) == tree(plain)
+    assert stages[:3] == ["read", "tokenize", "load"]
+    assert stages[-1] == "exchange"
+    assert [made[name] for name in ("added", "changed", "gone", "failed")] == [(), ("more",), (), []]
+    assert (
+        made["kept_tokens"] + made["run_tokens"] == made["n_tokens"] == KVStore.open(path).manifest.n_tokens
+    )
+    assert made["kept_tokens"] >= CHUNK["chunk"]
+
+    monkeypatch.setattr("offload_decode.models.loading.load", lambda *given: pytest.fail("a model is loaded"))
+    again, _ = run_here(shelf, work, *[text(own.name, own.text) for own in now])
+    assert [again[name] for name in ("changed", "run_tokens", "seconds")] == [(), 0, 0.0]
+    with pytest.raises(ConfigError, match='"drop": true'):
+        run_here(shelf, work, text("another"))
+    unread = Upload("more", io.BytesIO(b"GIF89a\0\0"))
+    with pytest.raises(CorpusError, match=r"more is in .* and cannot be read now"):
+        run_here(shelf, work, text("facts"), unread)
+    assert tree(path) == tree(plain)
+    monkeypatch.undo()
+    dropped, _ = run_here(shelf, replace(work, drop=True), text("another"))
+    assert (dropped["added"], dropped["gone"]) == (("another",), ("facts", "more"))
+
+
 def test_a_system_message_is_put_where_the_template_has_a_place_for_one(shelf, tiny):
     work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), options=CHUNK, system="Be brief.")
     with pytest.raises(ConfigError, match="no place for a system message"):

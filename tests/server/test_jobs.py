@@ -258,10 +258,11 @@ def test_a_job_that_is_cancelled_ends(running, says, shelf):
     assert state(running, second) == "cancelled"
 
 
-def test_a_longer_store_waits_for_answers_before_it_takes_its_place(started, says, gate, book):
+@pytest.mark.parametrize("change", ["append", "renew"])
+def test_a_new_store_waits_for_answers_before_it_takes_its_place(started, says, gate, book, change):
     says([HALF, {"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
     running = started(released=gate)
-    job = running.append("book", [text("more", MORE)])
+    job = getattr(running, change)("book", [text("more", MORE)])
     until(lambda: gate.events == ["asked for book"])
     assert state(running, job) == "running"
     gate.free.set()

@@ -1,8 +1,8 @@
 """`/v1/models`, `/v1/stores` and `/v1/jobs`: every name that can be asked; and stores, which are made from
-texts and files, listed, appended to and deleted.
+texts and files, listed, appended to, renewed and deleted.
 
 Nothing is fetched from anywhere: documents come with the request, and models are those that the server
-already serves. Prefills and appends take long: they are jobs, whose id is answered at once.
+already serves. Prefills, appends and renewals take long: they are jobs, whose id is answered at once.
 """
 
 import io
@@ -24,7 +24,7 @@ from offload_decode.common.files import parse
 from offload_decode.server.catalog import Entry
 from offload_decode.server.http.answers import AppService, Name, Option, Short, WholeBody
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
-from offload_decode.server.job import Job, Upload
+from offload_decode.server.job import Job, Kind, Upload
 from offload_decode.server.jobs import MOST_DOCUMENTS, JobProgress
 from offload_decode.server.requests import TooLarge, WrongField
 from offload_decode.server.service import Service
@@ -34,7 +34,7 @@ from offload_decode.types import Document
 FORM = "multipart/form-data"
 _MOST_FIELDS, _MOST_FIELD_BYTES = 100, 1 << 20
 _MOST_DELETED = 8  # at a time
-_JSON_FIELDS = ("documents", "options", "index")
+_JSON_FIELDS = ("documents", "options", "index", "drop")
 
 
 class Text(BaseModel):
@@ -52,6 +52,14 @@ class Texts(WholeBody):
     def uploads(self) -> list[Upload]:
         """The documents as a job takes them."""
         return [_upload(one.name, one.text) for one in self.documents]
+
+
+class Corpus(Texts):
+    """All documents of a store as they are now: edited, in another order, new or gone. `drop`: also where
+    most of those that the store has are gone.
+    """
+
+    drop: bool = False
 
 
 class NewStore(Texts):
@@ -127,7 +135,7 @@ class JobAnswer(BaseModel):
 
     id: str
     object: Literal["job"] = "job"
-    kind: Literal["prefill", "append"]
+    kind: Kind
     store: str
     status: Literal["queued", "running", "done", "failed", "cancelled"]
     documents: int
@@ -222,6 +230,13 @@ def router() -> APIRouter:
         """Add documents to a store, as JSON or as a form with files."""
         async with _sent(request, Texts, service.settings.max_body) as (_, documents):
             job = await run_sync(service.jobs.append, name, documents)
+        return _job(service, job)
+
+    @routes.post("/v1/stores/{name}/renew", status_code=202, openapi_extra=_body(Corpus), **more)
+    async def renew(request: Request, service: AppService, name: Name) -> JobAnswer:
+        """Make a store what its documents are now, as JSON or as a form with files: all of them are sent."""
+        async with _sent(request, Corpus, service.settings.max_body) as (asked, documents):
+            job = await run_sync(service.jobs.renew, name, documents, asked.drop)
         return _job(service, job)
 
     @routes.delete("/v1/stores/{name}", **more)

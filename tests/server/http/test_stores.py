@@ -1,4 +1,4 @@
-"""Stores over the wire: made of texts and files, listed, appended to and deleted."""
+"""Stores over the wire: made of texts and files, listed, appended to, renewed and deleted."""
 
 import json
 import threading
@@ -168,6 +168,21 @@ def test_documents_are_appended(client, says):
     assert error(client.post("/v1/stores/book/append", json={}), 400)["param"] == "documents"
 
 
+def test_a_store_is_renewed(client, says):
+    says([DONE])
+    documents = [{"name": "a", "text": "b"}]
+    form = {"data": {"drop": "true"}, "files": {"f": ("a.html", PAGE)}}
+    for drop, how in ((False, {"json": {"documents": documents}}), (True, form)):
+        made = client.post("/v1/stores/book/renew", **how)
+        assert made.status_code == 202, made.text
+        done = ended(client, made.json())
+        assert [done[name] for name in ("kind", "store", "status")] == ["renew", "book", "done"]
+        assert client.app.state.service.jobs.job(done["id"]).work.drop == drop
+    error(client.post("/v1/stores/other/renew", json={"documents": documents}), 404)
+    for wrong, where in (({}, "documents"), ({"documents": documents, "drop": "yes, all"}, "drop")):
+        assert error(client.post("/v1/stores/book/renew", json=wrong), 400)["param"] == where
+
+
 def test_a_job_says_why_it_failed_without_paths(client, shelf, says):
     says([{"error": f"{shelf}/new.kv.partial cannot be written (No space left on device)"}], [DONE])
     made = client.post("/v1/stores", json={"name": "new", "text": "Hello"}).json()
@@ -237,7 +252,7 @@ def test_a_read_only_server_refuses_changes(opened):
     client = opened(read_only=True)
     assert client.get("/v1/stores/book").status_code == 200
     assert client.get("/v1/jobs").json()["data"] == []
-    for path in ("", "/book", "/book/append"):
+    for path in ("", "/book", "/book/append", "/book/renew"):
         said = error(client.post(f"/v1/stores{path}", json={"name": "x", "text": "a"}), 403)
         assert said["code"] == "read_only"
     error(client.delete("/v1/stores/book"), 403)

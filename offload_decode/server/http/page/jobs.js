@@ -1,8 +1,9 @@
-// Stores that are being made or appended to, shown until none is any more.
+// Stores that are being made, appended to or renewed, shown until none is any more.
 
 import { jobs } from "./wire.js";
 
 const PAUSE_MS = 2000;
+const DOING = { prefill: "Making", append: "Appending to", renew: "Renewing" };
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 0 });
 
 export class Jobs {
@@ -35,8 +36,7 @@ function shown(job) {
   const item = document.createElement("li");
   const label = document.createElement("label");
   const bar = document.createElement("progress");
-  const doing = job.kind === "append" ? "Appending to" : "Making";
-  const parts = [`${doing} ${job.store}`];
+  const parts = [`${DOING[job.kind]} ${job.store}`];
   if (job.progress?.total) {
     bar.max = job.progress.total;
     bar.value = job.progress.done;
