@@ -169,8 +169,7 @@ def compared(
     if (2 * len(gone) > len(before) or (of_base and of_base.issubset(gone))) and not drop:
         raise ConfigError(
             f"{earlier.path} would lose {len(gone):,} of its {len(before):,} documents, such as {gone[0]}, "
-            "which the corpus does not have: give all of the corpus, or have them dropped (--drop; in a "
-            'request "drop": true)'
+            'which the corpus does not have: give all of the corpus, or --drop (over HTTP "drop": true)'
         )
     added = tuple(name for name in now if name not in before)
     changed = tuple(name for name in now if name in before and not np.array_equal(now[name], before[name]))

@@ -89,7 +89,7 @@ def test_a_renewed_store_is_that_of_its_documents_as_they_are_now(shelf, tiny, t
     monkeypatch.setattr("offload_decode.models.loading.load", lambda *given: pytest.fail("a model is loaded"))
     again, _ = run_here(shelf, work, *[text(own.name, own.text) for own in now])
     assert [again[name] for name in ("changed", "run_tokens", "seconds")] == [(), 0, 0.0]
-    with pytest.raises(ConfigError, match='"drop": true'):
+    with pytest.raises(ConfigError, match=r"or --drop \(over HTTP \"drop\": true\)"):
         run_here(shelf, work, text("another"))
     unread = Upload("more", io.BytesIO(b"GIF89a\0\0"))
     with pytest.raises(CorpusError, match=r"more is in .* and cannot be read now"):
