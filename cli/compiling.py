@@ -15,6 +15,7 @@ import numpy as np
 from numba.core import event
 
 from offload_decode.cli import output
+from offload_decode.common import rows
 
 
 class _Announcer(event.Listener):
@@ -26,9 +27,11 @@ class _Announcer(event.Listener):
         ours = event.data["dispatcher"].py_func.__module__.startswith("offload_decode.")
         if ours and not self.announced:
             self.announced = True
-            output.note(
-                "compiling the loops for this processor, once on this machine: ten to twenty seconds …"
-            )
+            when = "once on this machine"
+            if rows.TEMPORARY is not None:
+                places = " nor ".join(map(str, rows.PLACES))
+                when = f"anew in every process, as neither {places} can be written (NUMBA_CACHE_DIR=FOLDER)"
+            output.note(f"compiling the loops for this processor, {when}: ten to twenty seconds …")
 
     def on_end(self, event: Any) -> None:
         """Nothing to do."""

@@ -1,6 +1,7 @@
 """Inner products of rows with queries, the same at every place among them and for every processor."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from numba import njit
 from numba.core import config
 
+import offload_decode
 from offload_decode.common.rows import compiled, scan
 from offload_decode.common.rows.scan import LANES, QUERIES, ROWS, SUMS, padded, products, put
 from offload_decode.indexes.clusters import dot4
@@ -130,3 +132,24 @@ def test_numba_settings_decide_the_instructions(
 def test_code_for_any_processor_runs(tmp_path: Path) -> None:
     """LLVM ends the process where it finds no instruction for what is asked of it."""
     assert run_compiled(GENERIC, tmp_path, NUMBA_CPU_NAME="generic") == "['vectors'] 1.0009765625"
+
+
+def test_where_nothing_can_be_kept_loops_are_compiled_in_a_folder_of_the_process(tmp_path: Path) -> None:
+    """Numba itself refuses: beside the sources and in the user's cache stand files, and no folders."""
+    home, copy, room = Path(offload_decode.__file__).parent, tmp_path / "offload_decode", tmp_path / "room"
+    shutil.copytree(home / "common", copy / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(home / "__init__.py", copy)
+    (copy / "common/rows/__pycache__").touch()
+    room.mkdir()
+    env = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    env |= {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(copy / "__init__.py"), "HOME": "/dev/null"}
+    code = "from offload_decode.common.rows import TEMPORARY, top_k\nprint(TEMPORARY.name)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env | {"TMPDIR": str(room)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.startswith(str(room)), ran.stderr
+    assert not list(room.iterdir())
