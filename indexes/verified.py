@@ -54,8 +54,11 @@ def identity(file: Path) -> Identity | None:
 
 
 def settled(seen: Identity) -> bool:
-    """Whether a file of this identity has been left alone long enough for its times to tell of a change."""
-    return time.time() - max(map(int, seen[-2:])) / 1e9 > _SETTLED_S
+    """Whether a file of this identity has been left alone long enough for its times to tell of a change. A
+    modification in the future was set, as by an archive of another time zone, and not written.
+    """
+    now, modified, changed = time.time(), int(seen[-2]) / 1e9, int(seen[-1]) / 1e9
+    return now - (changed if modified > now else max(modified, changed)) > _SETTLED_S
 
 
 def cache_folder() -> Path:

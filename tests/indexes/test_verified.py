@@ -197,3 +197,18 @@ def test_who_reads_all_relies_on_nothing_that_is_known(
     files.load(path, identity, ".cells")
     with pytest.raises(IndexDamaged, match="not those that were written"):
         files.load(path, identity, ".cells", anew=True)
+
+
+def test_a_file_from_the_future_is_known_by_its_last_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every command would read it anew, until then."""
+    file, now = tmp_path / "file", time.time()
+    file.write_bytes(b"bytes")
+    os.utime(file, (now, now + 36_000))
+    monkeypatch.setattr(verified, "_SETTLED_S", 2.0)
+    for later, known in ((0, False), (10, True)):
+        monkeypatch.setattr(verified.time, "time", lambda later=later: now + later)
+        seen = verified.identity(file)
+        assert seen is not None
+        assert verified.settled(seen) == known
