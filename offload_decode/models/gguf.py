@@ -55,10 +55,10 @@ def read_header(path: Path) -> Header:
             header = Header(fields, reader.tensors(fields.get("general.alignment", _ALIGNMENT)))
     except (NotPlain, ValueError, struct.error) as error:
         raise ModelError(f"{path} cannot be read as GGUF, because {error}: fetch it again") from error
-    if fields.get("split.count", 0) > 1:
+    if (pieces := fields.get("split.count", 1)) not in (0, 1):
         raise ModelError(
-            f"{path} is one of {fields['split.count']} pieces: join them with llama-gguf-split --merge, and "
-            "give the whole"
+            f"{path} is one of {pieces!s:.40} pieces: join them with llama-gguf-split --merge, and give the "
+            "whole"
         )
     return header
 

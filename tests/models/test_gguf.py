@@ -82,6 +82,7 @@ def test_of_several_files_one_is_to_be_named(whole: Path, tmp_path: Path) -> Non
         (header(ARCHITECTURE, text("t") + struct.pack("<I", 1 << 30), count=1, tensors=1), "four dimensions"),
         (header(ARCHITECTURE, text("t") + FAR, count=1, tensors=1), "cut off"),
         (header(ARCHITECTURE, pair("split.count", 3)), "one of 3 pieces: join them"),
+        (header(ARCHITECTURE, text("split.count") + struct.pack("<I", 8) + text("two")), "one of two pieces"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, held: bytes, why: str) -> None:
