@@ -45,12 +45,20 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_YARN = {
+    "attn_factor": 1,
+    "yarn_attn_factor": 1,
+    "yarn_ext_factor": 1,
+    "yarn_beta_fast": 32,
+    "yarn_beta_slow": 1,
+}
+"""What YaRN is scaled with, as its authors have it, unless a header states another."""
 TABLE = "token_embd.weight"
 """The table of embeddings."""
 # How llama.cpp's converter changes weights of these architectures; others are widened by transformers.
 PERMUTED, NORMS_WITH_ONE = ("llama",), ("gemma2", "gemma3")
 ARCHITECTURES = (*PERMUTED, *NORMS_WITH_ONE, "qwen2", "qwen3")
-_FORM = 2
+_FORM = 3
 _LEFT_S = 3600.0
 _CONFIG, _TOKENIZER, _RECORD = "config.json", "tokenizer.json", "gguf.json"
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -246,17 +254,27 @@ def _check_all(path: Path, header: Header, names: dict[str, str]) -> None:
 
 
 def _state_scaling(config: Any, fields: dict[str, Any], architecture: str) -> None:
-    """The scaling of RoPE that a header states, where transformers has left it out."""
-    kind = fields.get(f"{architecture}.rope.scaling.type", "none")
+    """The scaling of RoPE that a header states, where transformers has left it out; a factor alone is of a
+    linear one, as in llama.cpp.
+    """
+    factor = fields.get(
+        f"{architecture}.rope.scaling.factor", fields.get(f"{architecture}.rope.scale_linear")
+    )
+    kind = fields.get(f"{architecture}.rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
     if kind == "none":
         return
-    factor = fields.get(f"{architecture}.rope.scaling.factor")
     length = fields.get(f"{architecture}.rope.scaling.original_context_length")
     if kind not in ("linear", "yarn") or not isinstance(factor, float | int):
         raise ModelError(f"its RoPE is scaled by '{kind!s:.40}': give the checkpoint with safetensors")
-    if scalable(config).get("rope_type", "default") == "default":
-        stated = {"original_max_position_embeddings": length} if isinstance(length, int) else {}
-        state_rope(config, rope_type=kind, factor=float(factor), **stated)
+    if scalable(config).get("rope_type", "default") != "default":
+        return
+    for name, usual in _YARN.items():
+        if (other := fields.get(f"{architecture}.rope.scaling.{name}", usual)) != usual:
+            raise ModelError(
+                f"its RoPE is scaled with {name}={other!s:.40}: give the checkpoint with safetensors"
+            )
+    stated = {"original_max_position_embeddings": length} if isinstance(length, int) else {}
+    state_rope(config, rope_type=kind, factor=float(factor), **stated)
 
 
 def _state_frequencies(config: Any, path: Path, tensor: StoredTensor) -> None:

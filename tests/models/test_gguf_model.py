@@ -234,9 +234,22 @@ def test_scaling_that_a_header_states_is_done(tmp_path: Path) -> None:
     rope = load(str(file), "cpu").rope
     assert (rope["rope_type"], rope["factor"]) == ("yarn", 4.0)
     assert rope["original_max_position_embeddings"] == 1024
+    other = few_bits.gguf(tmp_path / "other", "qwen2", **told, rope_scaling_yarn_beta_fast=8.0)
+    with pytest.raises(ModelError, match=r"its RoPE is scaled with yarn_beta_fast=8\.0"):
+        load(str(other), "cpu")
     odd = few_bits.gguf(tmp_path / "odd", "qwen2", rope_scaling_type=RopeScalingType.LONGROPE)
     with pytest.raises(ModelError, match="its RoPE is scaled by 'longrope'"):
         load(str(odd), "cpu")
+
+
+@pytest.mark.parametrize("field", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_alone_is_of_linear_scaling(tmp_path: Path, field: str) -> None:
+    """As older converters state it."""
+    file = few_bits.gguf(tmp_path / "made", "qwen2", float32=(f"qwen2.{field}", 4.0))
+    rope = load(str(file), "cpu").rope
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+    file = few_bits.gguf(tmp_path / "one", "qwen2", float32=(f"qwen2.{field}", 1.0))
+    assert load(str(file), "cpu").rope.get("rope_type", "default") == "default"
 
 
 def test_llama_3_is_known_by_its_frequencies(tmp_path: Path) -> None:
