@@ -27,6 +27,7 @@ from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.attention.queries import Queries, empty_state, merge_states
 from offload_decode.attention.rows import Rows, numpy_view, tensor_view
 from offload_decode.attention.transfers import HostCopy, to_device
+from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.kv.host_cache import BLOCK_TOKENS
@@ -187,6 +188,12 @@ class WrittenPrefix:
             blocks = self._gpu.blocks(layer, self.length, query.dtype)
         else:
             blocks = self._blocks(layer, chosen, query)
+        own = self.shape.index
+        if chosen is None and index is None and own is not None and self.length + query.shape[2] > own.topk:
+            raise UnsupportedModel(
+                "a prefill did not see what this model's indexer asks, and would attend to more than the model "
+                "does: use another release of transformers, or a prefill method that chooses, such as quoka"
+            )
         if chosen is None and index is not None:
             state = self._attend_indexed(index, query, blocks, scaling, softcap)
         else:

@@ -88,6 +88,10 @@ def fidelity(
     check(opened, plan)
     loaded = Engine.open(opened, model, selector="dense", device=device).loaded
     out.mkdir(parents=True, exist_ok=True)
+    pairs, asked = output.count(len(plan.jobs), "pair"), tokens * len(questions)
+    output.note(
+        f"measuring {pairs} of a selector and a budget on {asked:,} tokens that are generated first", quiet
+    )
     with Progress(quiet) as progress:
         report = measure(loaded, opened, plan, lambda done, total: progress("fidelity", done, total))
     result = report.to_json()

@@ -86,6 +86,15 @@ class FidelityPlan:
     tokens: int = 64
     common: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def jobs(self) -> list[tuple[Contender, str]]:
+        """Every contender with every budget, or with all tokens where it has no budget or one of its own."""
+        return [
+            (contender, budget)
+            for contender in self.contenders
+            for budget in ((EVERYTHING,) if _has_own(contender) else self.budgets)
+        ]
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -147,11 +156,7 @@ def measure(
     """
     budgets = check(store, plan)
     host = HostKV(store, loaded.device)
-    jobs = [
-        (contender, budget)
-        for contender in plan.contenders
-        for budget in ((EVERYTHING,) if _has_own(contender) else plan.budgets)
-    ]
+    jobs = plan.jobs
     asked = plan.tokens * len(plan.questions)
     total = asked + len(jobs) * (2 * asked + len(recorded.sampled_tokens(store)))
     counted = itertools.count(1)

@@ -8,11 +8,12 @@ from transformers import DynamicCache
 
 from offload_decode.attention import index_queries
 from offload_decode.attention.index_queries import index_scores
-from offload_decode.common.errors import ConfigError, OffloadDecodeWarning
+from offload_decode.common.errors import ConfigError, OffloadDecodeWarning, UnsupportedModel
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.packed_batch import PackedCache, Segment
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.chunks import WrittenPrefix
 from offload_decode.selectors.own import Own
 from offload_decode.store.reader import KVStore
 from offload_decode.types import IndexShape
@@ -158,6 +159,17 @@ def test_it_is_the_default_and_another_selector_is_told_of(tmp_path):
 def test_a_prefill_by_a_method_of_ours_is_told_of(tmp_path, method):
     with pytest.warns(OffloadDecodeWarning, match=f"'{method}' chooses instead"):
         token_store(tmp_path / "store", wrap(made("deepseek_v32")), IDS[0, :N], 16, method=method)
+
+
+def test_a_prefill_that_does_not_see_the_indexer_is_refused(tmp_path, monkeypatch):
+    seen = WrittenPrefix.begin
+
+    def without(self, layer, query, scaling, softcap, index=None):
+        return seen(self, layer, query, scaling, softcap)
+
+    monkeypatch.setattr(WrittenPrefix, "begin", without)
+    with pytest.raises(UnsupportedModel, match="did not see what this model's indexer asks"):
+        opened(tmp_path / "store", "deepseek_v32")
 
 
 def test_a_budget_bounds_the_stored_tokens_among_the_chosen(tmp_path):
