@@ -191,7 +191,7 @@ class WrittenPrefix:
         own = self.shape.index
         if chosen is None and index is None and own is not None and self.length + query.shape[2] > own.topk:
             raise UnsupportedModel(
-                "a prefill did not see what this model's indexer asks, and would attend to more than the model "
+                "a prefill did not see what this model's indexer asks, and would attend to more than it "
                 "does: use another release of transformers, or a prefill method that chooses, such as quoka"
             )
         if chosen is None and index is not None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 128 * 1024
 _MOST_GBNF = 16 * 1024
+# A string, a set of characters, a comment, or the name of a rule that Lark keeps for itself.
+_START = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|(?<![\w-])start(?![\w-])')
 _KEPT = 32  # compiled grammars of a tokenizer
 _STATES = 20_000  # of a lexer, about 2 kB each
 _STACK = 512 * 1024 * 1024
@@ -162,11 +165,19 @@ def _lark(gbnf: str) -> str:
     if len(gbnf) > _MOST_GBNF:
         raise WrongField(f"the grammar is longer than {_MOST_GBNF // 1024} KiB")
     try:
-        return any_to_lark(re.sub(r"\n(?:[ \t\r]*\n)+", "\n", gbnf))
+        return any_to_lark(re.sub(r"\n(?:[ \t\r]*\n)+", "\n", _without_start(gbnf)))
     except RecursionError as error:
         raise WrongField("the grammar is nested too deeply") from error
     except Exception as error:  # bare ones, with a reason
         raise WrongField(f"the grammar is not GBNF: {_sentence(str(error))}") from error
+
+
+def _without_start(gbnf: str) -> str:
+    """GBNF in which no rule is called `start`, as Lark calls the first one."""
+    if "::=" not in gbnf:
+        return gbnf
+    free = next(name for number in count() if (name := f"start-{number}") not in gbnf)
+    return _START.sub(lambda found: free if found[0] == "start" else found[0], gbnf)
 
 
 def _short(text: str) -> str:

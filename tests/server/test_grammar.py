@@ -101,6 +101,9 @@ def test_a_grammar_in_gbnf(loaded):
         text, _ = written(loaded, grammar={"gbnf": gbnf}, seed=seed, most=2000)
         assert all(re.fullmatch("fox|dog[0-9]", one) for one in text.split(" and "))
     assert written(loaded, grammar={"gbnf": 'start: "fox"'}) == ("fox", "stop")
+    begins = 'root ::= start start-0 # from the start\nstart ::= "start" [start]\nstart-0 ::= "0"'
+    text, _ = written(loaded, grammar={"gbnf": begins}, most=2000)
+    assert re.fullmatch("start[start]0", text), "a rule may have the name that Lark's first one has"
 
 
 @pytest.mark.parametrize(
