@@ -98,6 +98,11 @@ def same_store(found: Found, manifest: Manifest, documents: Sequence[Document], 
     others = [field for field in ours if ours[field] != theirs[field]]
     if found.documents is not None and not others and list(documents) != found.documents:
         others = ["list of documents"]
+    if found.manifest.scaled != manifest.scaled:  # which the config's hash and the tables of RoPE follow
+        follow = {"model_config_hash", "rope"}
+        if found.manifest.prefill | {"rope": ""} == manifest.prefill | {"rope": ""}:
+            follow.add("prefill")
+        others = ["--rope", *(field for field in others if field not in follow)]
     if fingerprint_version(found.manifest.weights_hash) != fingerprint_version(manifest.weights_hash):
         others = ["release, which knows models by other fingerprints"]
     if others:

@@ -284,3 +284,11 @@ def test_a_text_longer_than_the_model_was_trained_for_is_noted_by_every_command(
     shown = [done(*given, "--out", long, "--rope", "yarn:128").err, done("inspect", long).out]
     assert not any("was trained for" in text for text in shown)
     assert json_of("inspect", long)["note"] is None
+
+
+def test_a_store_of_another_rope_is_told_by_the_option_that_was_given(home, tmp_path):
+    given = ["prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "d.kv"]
+    done(*given)
+    said = refused(1, *given, "--rope", "yarn:4")
+    assert "of another --rope" in said
+    assert not any(other in said for other in ("hash", "--context"))
