@@ -8,7 +8,7 @@ def test_documents_hold_the_facts_that_questions_ask_for(tmp_path):
         (tmp_path / f"{number}.rst").write_text("One line of another text.\n" * 60)
     write_documents(tmp_path, tmp_path / "out", 8, 600)
     texts = [(tmp_path / "out" / f"{number:03}.txt").read_text() for number in range(8)]
-    of_kind = {kind: [one for own, one in asked(8, 4) if own == kind] for kind in KINDS}
+    of_kind = {kind: [one for own, one in asked(8, 4, KINDS) if own == kind] for kind in KINDS}
     assert [len(found) for found in of_kind.values()] == [4, 4, 4]
     for one in of_kind[KINDS[0]]:
         assert one.answer in texts[one.needed[0]]

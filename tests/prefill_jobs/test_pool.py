@@ -17,7 +17,7 @@ from offload_decode.prefill_jobs.on_ray.pool import Pool, Waiting
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Reply, TryAgain
 from offload_decode.types import Answer, StepStats
 
-SETUP = (("of", "its", "machine"), None, EngineConfig(), Caps(), 4, False)
+SETUP = (("of", "its", "machine"), None, EngineConfig(), Caps(), 4, False, False)
 
 
 class OnAMachine(Asker):
