@@ -7,6 +7,7 @@ identity (`indexes.verified`): a changed or moved one is converted anew.
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from copy import deepcopy
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -257,14 +258,15 @@ def _state_scaling(config: Any, fields: dict[str, Any], architecture: str) -> No
     """The scaling of RoPE that a header states, where transformers has left it out; a factor alone is of a
     linear one, as in llama.cpp.
     """
-    factor = fields.get(
-        f"{architecture}.rope.scaling.factor", fields.get(f"{architecture}.rope.scale_linear")
+    stated_factor, older = (
+        fields.get(f"{architecture}.rope.{n}") for n in ("scaling.factor", "scale_linear")
     )
+    factor = stated_factor or older  # 0 states none
     kind = fields.get(f"{architecture}.rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
-    if kind == "none":
+    if kind == "none" or (kind == "linear" and not factor):
         return
     length = fields.get(f"{architecture}.rope.scaling.original_context_length")
-    if kind not in ("linear", "yarn") or not isinstance(factor, float | int):
+    if kind not in ("linear", "yarn") or not _is_factor(factor):
         raise ModelError(f"its RoPE is scaled by '{kind!s:.40}': give the checkpoint with safetensors")
     if scalable(config).get("rope_type", "default") != "default":
         return
@@ -275,6 +277,10 @@ def _state_scaling(config: Any, fields: dict[str, Any], architecture: str) -> No
             )
     stated = {"original_max_position_embeddings": length} if isinstance(length, int) else {}
     state_rope(config, rope_type=kind, factor=float(factor), **stated)
+
+
+def _is_factor(factor: Any) -> TypeGuard[float]:
+    return type(factor) in (int, float) and 0 < factor < math.inf
 
 
 def _state_frequencies(config: Any, path: Path, tensor: StoredTensor) -> None:

@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 128 * 1024
 _MOST_GBNF = 16 * 1024
-# A string, a set of characters, a comment, or the name of a rule that Lark keeps for itself.
-_START = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|(?<![\w-])start(?![\w-])')
+# As llguidance knows Lark, which takes a rule of GBNF called `start` for it.
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+# A string, a set of characters, a comment, or the name of a rule that Lark keeps for itself. What is not
+# closed goes to the end of the text, so that it is read once.
+_START = re.compile(
+    r'"(?:\\.?|[^"\\])*"?|\[(?:\\.?|[^\]\\])*\]?|#[^\n]*|(?<![\w-])(?i:start)(?![\w-])', re.DOTALL
+)
 _KEPT = 32  # compiled grammars of a tokenizer
 _STATES = 20_000  # of a lexer, about 2 kB each
 _STACK = 512 * 1024 * 1024
@@ -173,11 +178,21 @@ def _lark(gbnf: str) -> str:
 
 
 def _without_start(gbnf: str) -> str:
-    """GBNF in which no rule is called `start`, as Lark calls the first one."""
-    if "::=" not in gbnf:
+    """GBNF in which no rule is called `start`, in no case of letters: Lark calls the first one so."""
+    if _LARK.search(gbnf):
         return gbnf
-    free = next(name for number in count() if (name := f"start-{number}") not in gbnf)
-    return _START.sub(lambda found: free if found[0] == "start" else found[0], gbnf)
+    taken, named = gbnf.lower().replace("_", "-"), dict[str, str]()
+    free = (name for number in count() if (name := f"start-{number}") not in taken)
+
+    def renamed(found: re.Match[str]) -> str:
+        name = found[0]
+        if name.lower() != "start":
+            return name
+        if name not in named:
+            named[name] = next(free)
+        return named[name]
+
+    return _START.sub(renamed, gbnf)
 
 
 def _short(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.engine.batching import Turn
 from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
@@ -218,8 +219,13 @@ class RunningRequest:
         if watch is not None and (most := self.request.passages):
             return Done(self.usage, self.stats, passages=start.found(watch, most))
         cited = None if watch is None else start.cited(watch)
-        again = [checked(start, one.record) for one in self.sequences] if self._checks else []
-        return Done(self.usage, self.stats, cited, checked=again[0] if again else None)
+        if not self._checks or self.cancelled:
+            return Done(self.usage, self.stats, cited)
+        try:
+            again = [checked(start, one.record) for one in self.sequences]
+        except OffloadDecodeError as error:  # as where there is no room: the answer is whole all the same
+            return Done(self.usage, self.stats, cited, notes=(f"it was not checked: {error}",))
+        return Done(self.usage, self.stats, cited, checked=again[0])
 
     def turns_run(self) -> list[tuple[PrefixKey, Conversation]]:
         """Conversations that later turns may continue; that of the first answer is the last."""

@@ -250,6 +250,12 @@ def test_a_factor_alone_is_of_linear_scaling(tmp_path: Path, field: str) -> None
     assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
     file = few_bits.gguf(tmp_path / "one", "qwen2", float32=(f"qwen2.{field}", 1.0))
     assert load(str(file), "cpu").rope.get("rope_type", "default") == "default"
+    file = few_bits.gguf(tmp_path / "none", "qwen2", float32=(f"qwen2.{field}", 0.0))
+    assert load(str(file), "cpu").rope.get("rope_type", "default") == "default"
+    for number, odd in enumerate([-2.0, float("nan"), float("inf")]):
+        file = few_bits.gguf(tmp_path / f"odd{number}", "qwen2", float32=(f"qwen2.{field}", odd))
+        with pytest.raises(ModelError, match="its RoPE is scaled by 'linear'"):
+            load(str(file), "cpu")
 
 
 def test_llama_3_is_known_by_its_frequencies(tmp_path: Path) -> None:

@@ -104,6 +104,15 @@ def test_a_grammar_in_gbnf(loaded):
     begins = 'root ::= start start-0 # from the start\nstart ::= "start" [start]\nstart-0 ::= "0"'
     text, _ = written(loaded, grammar={"gbnf": begins}, most=2000)
     assert re.fullmatch("start[start]0", text), "a rule may have the name that Lark's first one has"
+    spelt = 'root ::= Start start start_0\nStart ::= "a"\nstart ::= "b"\nstart_0 ::= "c"'
+    assert written(loaded, grammar={"gbnf": spelt})[0] == "abc"
+    assert written(loaded, grammar={"gbnf": 'start: "a ::= b"'}) == ("a ::= b", "stop")
+
+
+@pytest.mark.parametrize("endless", ["[" * 16_000, '"\\' * 7_000, '["' * 7_000])
+def test_what_has_no_end_is_read_once(endless):
+    """Else each beginning is read to the end of the text: seconds for 16 KiB."""
+    assert grammar._START.sub("", endless) == ""
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import weakref
 import pytest
 import torch
 
-from offload_decode.common.errors import ConfigError, ContextEnds, StoreDamaged
+from offload_decode.common.errors import ConfigError, ContextEnds, DoesNotFit, StoreDamaged
 from offload_decode.engine import grounded
 from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
+from offload_decode.server import sequences
 from offload_decode.server import service as service_module
 from offload_decode.server.requests import (
     Busy,
@@ -339,6 +340,16 @@ def test_an_answer_is_as_grounded_as_that_of_an_engine(service, shelf, monkeypat
         assert heard.answers[0].grounded == pytest.approx(expected, abs=1e-4)
     both = ask(service, question="Why is it so?", n=2, tokens=20).all().answers
     assert [one.grounded for one in both.values()] == pytest.approx([expected] * 2, abs=1e-4)
+
+
+def test_an_answer_that_cannot_be_checked_is_given_all_the_same(service, monkeypatch):
+    def full(*_):
+        raise DoesNotFit("there is no room")
+
+    monkeypatch.setattr(sequences, "checked", full)
+    done = ask(service, tokens=2, check=True).all().done
+    assert done.usage.completion == 2
+    assert (done.checked, done.notes) == (None, ("it was not checked: there is no room",))
 
 
 def test_an_answer_is_checked_as_that_of_an_engine(service, shelf):

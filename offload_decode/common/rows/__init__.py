@@ -28,7 +28,12 @@ TEMPORARY: TemporaryDirectory[str] | None = None
 process.
 """
 if not os.environ.get("NUMBA_CACHE_DIR") and not any(map(_writable, PLACES)):
-    TEMPORARY = TemporaryDirectory(prefix="offload-decode-loops-")
+    try:
+        TEMPORARY = TemporaryDirectory(prefix="offload-decode-loops-")
+    except OSError as error:
+        raise NotCompiled(
+            "no folder can be written for compiled loops: set NUMBA_CACHE_DIR to one that can"
+        ) from error
     os.environ["NUMBA_CACHE_DIR"] = TEMPORARY.name
     if "numba" in sys.modules:  # which has read its settings
         sys.modules["numba"].config.CACHE_DIR = TEMPORARY.name
