@@ -196,6 +196,8 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
             tell_grounded(answer.grounded)
             tell_checked(answer.checked)
             tell_cut(answer.finish, wanted.max_new_tokens)
+            for line in answer.notes(wanted):
+                output.note(line)
     if wanted.cite and not question.as_json:
         output.note(cited_text(answer.cited))
     if question.stats:

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -230,6 +230,7 @@ class RemoteTranscript:
     finish: str = ""
     grounded: float | None = None
     checked: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer; if interrupted, the part that arrived stays."""
@@ -241,10 +242,13 @@ class RemoteTranscript:
             message["content"] = answer.text
             yield piece
         self.finish, self.grounded, self.checked = answer.finish, answer.grounded, answer.checked
+        self.notes = list(answer.notes(self.wanted))
 
     def tell_cut(self) -> None:
-        """Say whether the last answer was cut by its length."""
+        """Say whether the last answer was cut by its length, and what the server remarks."""
         tell_cut(self.finish, self.wanted.max_new_tokens)
+        for line in self.notes:
+            output.note(line)
 
     def reset(self) -> None:
         self.turns = []

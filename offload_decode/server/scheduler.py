@@ -29,8 +29,11 @@ from offload_decode.types import StepStats
 LOG = logging.getLogger("offload_decode.server")
 LEAST_SHARE = 16
 """Tokens of prompts in a step, however slow they are."""
+UNKNOWN = "something went wrong; the server's log says what"
 IDLE_S = 1.0
 """Seconds without a request after which freed memory goes back to the system."""
+ROOM_S = 0.1
+"""Seconds that a request which has no room is looked at again, while nothing else runs."""
 STEP_S = 0.25
 """Seconds by which prompts may delay the next token of the answers that are being written."""
 
@@ -50,6 +53,7 @@ class Scheduler:
         self.metrics = metrics
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
+        self._ended: list[RunningRequest] = []  # whole, and not told yet
         self._pace: dict[str, float] = {}  # seconds for a token of a prompt, by model
         self._changed = threading.Condition()
         self._closing = self._stopped = False
@@ -138,6 +142,8 @@ class Scheduler:
                 patience = IDLE_S
                 if not self._running and not self._waiting:
                     return
+                if not self._running and self._ended:  # which may hold the room that the next one needs
+                    self._changed.wait(ROOM_S)
             try:
                 self._step()
             except Exception as error:  # whatever it was, the next request is answered
@@ -158,17 +164,18 @@ class Scheduler:
             groups[running if key is None else key].append(running)
         asking = sum(any(one.prompting for one in group) for group in groups.values())
         for group in groups.values():
-            self._run(self._turns(group, asking))
+            if turns := self._turns(group, asking):
+                self._run(turns)
         for running in [one for one in self._running if one.done]:
-            with self._changed:  # `uses` must not look between these two
+            with self._changed:  # `uses` must not look between these
                 self._leave(running)
+                self._ended.append(running)
                 (self._citing if running.ends_later else self._ending).submit(self._end, running)
         if not self._running:
             with self._changed:
                 self._changed.notify_all()  # `close` waits for this
 
     def _drop_gone(self) -> None:
-        now = time.perf_counter()
         with self._changed:
             here = [*self._running, *self._waiting]
         for running in here:
@@ -176,11 +183,19 @@ class Scheduler:
                 self._leave(running)
                 running.followed.aborted()
                 running.forget()
-            elif self._stopped:
-                self._fail(running, Busy("the server is being stopped: ask again in a moment"))
-            elif now > running.deadline:
-                limit = running.deadline - running.submitted
-                self._fail(running, TimedOut(f"the answer was not whole after {limit:g} seconds"))
+            elif (over := self._over(running)) is not None:
+                self._fail(running, over)
+
+    def _over(self, running: RunningRequest) -> OffloadDecodeError | None:
+        """Why no more is done for a request, if so."""
+        if self._stopped:
+            return Busy("the server is being stopped: ask again in a moment")
+        if time.perf_counter() <= running.deadline:
+            return None
+        limit = running.deadline - running.submitted
+        if running.checking:
+            return TimedOut(f"its {limit:g} seconds were over")
+        return TimedOut(f"the answer was not whole after {limit:g} seconds")
 
     def _admit(self) -> None:
         """Begin waiting requests, in their order, as far as there is room."""
@@ -189,7 +204,7 @@ class Scheduler:
                 if not self._waiting:
                     return
                 first = self._waiting[0]
-                together = [*self._running, first]
+                together = [*self._running, *self._ended, first]
                 if (
                     sum(one.width for one in together) > self.settings.max_running
                     or sum(one.bytes for one in together) > self.settings.running_bytes
@@ -240,7 +255,7 @@ class Scheduler:
         seconds, stats = time.perf_counter() - began, StepStats()
         for each in turns:
             cost = each.turn.conversation.prefix.take_stats()
-            each.request.stats.add(cost)
+            each.request.spent(cost)
             stats.add(cost)
         tokens = sum(len(each.turn.tokens) or 1 for each in turns)  # at least the pending one
         self.metrics.passed(len(turns), tokens, seconds, stats)
@@ -258,6 +273,8 @@ class Scheduler:
     def _end(self, running: RunningRequest) -> None:
         """Cache the turn, and find its citations, or its passages."""
         try:
+            if running.ends_later and (over := self._over(running)) is not None:
+                raise over
             done = None if running.cancelled else running.ended()
             for key, conversation in running.turns_run():
                 conversation.prefix.watches = ()
@@ -266,14 +283,26 @@ class Scheduler:
                 running.followed.aborted()
             else:
                 running.emit(done)
+        except OffloadDecodeError as error:
+            running.emit(Failed(error))
         except Exception as error:
             LOG.exception("the end of a request failed")
             running.emit(Failed(error))
-        running.forget()
+        finally:
+            running.forget()
+            with self._changed:
+                self._ended.remove(running)
+                self._changed.notify_all()
 
     def _fail(self, running: RunningRequest, error: Exception) -> None:
-        if not isinstance(error, OffloadDecodeError):
+        told = isinstance(error, OffloadDecodeError)
+        if not told:
             LOG.error("request %s failed", running.request.id, exc_info=error)
+        if running.checking:
+            running.leave_unchecked(
+                str(error) if told else "something went wrong; the server's log says what"
+            )
+            return
         self._leave(running)
         running.emit(Failed(error))
         running.forget()

@@ -19,7 +19,7 @@ from offload_decode.engine.batching import Turn
 from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Evidence, Record
-from offload_decode.engine.second_pass import checked
+from offload_decode.engine.second_pass import SecondPass
 from offload_decode.engine.text import Pieces
 from offload_decode.models.prompt import next_turn
 from offload_decode.planning.sizes import generated_bytes
@@ -134,6 +134,8 @@ class RunningRequest:
         self.watch: Watch | None = None  # what its answers attend to, where that is asked for
         self._cites = (request.cite or request.passages > 0) and target.stored
         self._checks = request.check and target.stored
+        self._second: SecondPass | None = None  # of its answer, once that is whole
+        self._notes: tuple[str, ...] = ()
         self._evidence = Evidence()
         self._emit = emit
         self.followed = followed
@@ -146,14 +148,21 @@ class RunningRequest:
 
     @property
     def conversation(self) -> Conversation:
-        """That of the prompt, once it has begun."""
+        """That of the prompt, once it has begun, or of the check."""
+        if self._second is not None:
+            return self._second.conversation
         assert self._conversation is not None, "it has begun"
         return self._conversation
 
     @property
+    def checking(self) -> bool:
+        """Its answer is whole, and is put through the model once more."""
+        return self._second is not None
+
+    @property
     def prompting(self) -> int:
-        """Tokens of the prompt that are left to run."""
-        return len(self._rest)
+        """Tokens of the prompt that are left to run, or of the check."""
+        return len(self._rest) if self._second is None else self._second.left
 
     @property
     def whole(self) -> bool:
@@ -168,7 +177,7 @@ class RunningRequest:
     @property
     def ends_later(self) -> bool:
         """Its end may take passes of the model."""
-        return self._cites or self._checks
+        return self._cites
 
     @property
     def usage(self) -> Usage:
@@ -182,7 +191,8 @@ class RunningRequest:
         """Memory that its tokens may come to."""
         loaded, request = self.target.loaded, self.request
         most = request.generation.max_tokens or 0
-        most_bytes = self.width * generated_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
+        talks = self.width + self._checks
+        most_bytes = talks * generated_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
         if request.prompt_logprobs is not None and self.target.start.pass_tokens > PASS_TOKENS:
             # All logits of a question that runs whole are there at once, and once more as they are joined.
             most_bytes += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)
@@ -200,7 +210,12 @@ class RunningRequest:
         conversation.admitted(len(self._rest) + self._most, self.request.n)
 
     def turns(self, share: int = 0) -> list[ScheduledTurn]:
-        """The next turns to run: `share` tokens of the prompt, or one token of each answer."""
+        """The next turns to run: `share` tokens of the prompt or the check, or one token of each answer."""
+        if self._second is not None:
+            if not self.prompting:
+                return []
+            tokens, every = self._second.next(share)
+            return [ScheduledTurn(self, Turn(self.conversation, tokens, every), self._second.take)]
         if self._rest:
             # The question's last token counts, and its answer's; or all of a question that has no answer.
             if self.request.passages or share >= len(self._rest):
@@ -214,18 +229,23 @@ class RunningRequest:
         ]
 
     def ended(self) -> Done:
-        """What is told in the end, once all answers are whole. It may take passes: citations, a check."""
+        """What is told in the end, once all answers are whole. Citations may take a pass."""
         start, watch = self.target.start, self.watch
         if watch is not None and (most := self.request.passages):
             return Done(self.usage, self.stats, passages=start.found(watch, most))
         cited = None if watch is None else start.cited(watch)
-        if not self._checks or self.cancelled:
-            return Done(self.usage, self.stats, cited)
-        try:
-            again = [checked(start, one.record) for one in self.sequences]
-        except OffloadDecodeError as error:  # as where there is no room: the answer is whole all the same
-            return Done(self.usage, self.stats, cited, notes=(f"it was not checked: {error}",))
-        return Done(self.usage, self.stats, cited, checked=again[0])
+        again = None if self._second is None else self._second.found
+        return Done(self.usage, self.stats, cited, notes=self._notes, checked=again)
+
+    def spent(self, cost: StepStats) -> None:
+        """One of its turns took so much; a check is no part of what the answer cost."""
+        if not self.checking:
+            self.stats.add(cost)
+
+    def leave_unchecked(self, reason: str) -> None:
+        """Its check ends here; the answer is whole all the same."""
+        self._second, self._checks = None, False
+        self._notes = (f"it was not checked: {reason}",)
 
     def turns_run(self) -> list[tuple[PrefixKey, Conversation]]:
         """Conversations that later turns may continue; that of the first answer is the last."""
@@ -239,7 +259,7 @@ class RunningRequest:
 
     def forget(self) -> None:
         """Free its memory."""
-        self._conversation = self._last = None
+        self._conversation = self._last = self._second = None
         self.sequences, self.watch, self._evidence = [], None, Evidence()
         self._emit = lambda event: None  # which leads back here, by the tickets of who reads the events
 
@@ -335,3 +355,14 @@ class RunningRequest:
         one.finish = finish
         stop = one.text.stopped if one.text.stopped in self.request.generation.stop else None
         self.emit(Ended(one.index, finish, stop, self.target.start.grounds(one.evidence)))
+        if self._checks:
+            self._check(one)
+
+    def _check(self, one: RunningSequence) -> None:
+        try:
+            again = SecondPass(self.target.start, one.record)
+            again.conversation.admitted(again.left)
+        except OffloadDecodeError as error:  # as where there is no room
+            self.leave_unchecked(str(error))
+        else:
+            self._second = again

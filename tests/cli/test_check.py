@@ -42,6 +42,17 @@ def test_a_server_is_asked_for_it(url, service):
     assert "checked" not in json_of("ask", "book", "Who?", "--server", url)
 
 
+def test_that_a_server_does_not_know_of_it_is_told(url, service):
+    service.checked = None
+    for ran in (
+        run("ask", "book", "Who?", "--server", url, "--check"),
+        run("chat", "book", "--server", url, "--check", stdin="Who?\n"),
+    ):
+        assert "The answer was not checked: the server runs a release that does not know --check." in ran.err
+    assert len(json_of("ask", "book", "Who?", "--server", url, "--check")["warnings"]) == 1
+    assert "not checked" not in run("ask", "book", "Who?", "--server", url).err
+
+
 @pytest.mark.parametrize("other", [("--together", "1"), ("--workers", "ray")])
 def test_what_cannot_be_checked_is_refused(store, other):
     assert "--check do not go together" in refused(2, "ask", store, QUESTION, "--check", *other)

@@ -8,11 +8,10 @@ import weakref
 import pytest
 import torch
 
-from offload_decode.common.errors import ConfigError, ContextEnds, DoesNotFit, StoreDamaged
+from offload_decode.common.errors import ConfigError, ContextEnds, StoreDamaged
 from offload_decode.engine import grounded
 from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
-from offload_decode.server import sequences
 from offload_decode.server import service as service_module
 from offload_decode.server.requests import (
     Busy,
@@ -22,7 +21,6 @@ from offload_decode.server.requests import (
     Prompted,
     TimedOut,
     TooLarge,
-    WrongField,
 )
 from offload_decode.server.sequences import RunningRequest
 from offload_decode.server.service import ChatRequest, CompletionRequest
@@ -340,29 +338,6 @@ def test_an_answer_is_as_grounded_as_that_of_an_engine(service, shelf, monkeypat
         assert heard.answers[0].grounded == pytest.approx(expected, abs=1e-4)
     both = ask(service, question="Why is it so?", n=2, tokens=20).all().answers
     assert [one.grounded for one in both.values()] == pytest.approx([expected] * 2, abs=1e-4)
-
-
-def test_an_answer_that_cannot_be_checked_is_given_all_the_same(service, monkeypatch):
-    def full(*_):
-        raise DoesNotFit("there is no room")
-
-    monkeypatch.setattr(sequences, "checked", full)
-    done = ask(service, tokens=2, check=True).all().done
-    assert done.usage.completion == 2
-    assert (done.checked, done.notes) == (None, ("it was not checked: there is no room",))
-
-
-def test_an_answer_is_checked_as_that_of_an_engine(service, shelf):
-    engine = Engine.open(shelf / "stores" / "book.kv", options={"budget": "24"})
-    expected = engine.answer("Why is it so?", 20, check=True).checked
-    for more in ({}, {"cite": True}):
-        found = ask(service, question="Why is it so?", tokens=20, check=True, **more).all().done.checked
-        assert (found.tokens, found.same) == (expected.tokens, expected.same)
-        assert found.difference == pytest.approx(expected.difference, abs=1e-4)
-    assert ask(service, tokens=2).all().done.checked is None
-    for more in ({"n": 2}, {"together": ("book", "notes")}):
-        with pytest.raises(WrongField, match="check"):
-            ask(service, check=True, **more)
 
 
 def test_a_failed_request_emits_no_more_events(service, monkeypatch):
