@@ -141,8 +141,8 @@ class ClusteredIndex(ApproximateIndex):
         return Hits(hits.ids[0], hits.scores[0])
 
     @classmethod
-    def at_once(cls, heads: Sequence[Self], rows: int, k: int) -> tuple[Heads, int] | None:
-        """What `search_task` takes to search each head in one part, and how many rows a task has, where an
+    def at_once(cls, heads: Sequence[Self], rows: int, k: int) -> Heads | None:
+        """What `search_task` takes to search each head in one part, with `per_task` rows a task, where an
         estimate may follow; None for rows that share more apart, and where heads are searched in another way.
         """
         if not rows or any(head.scans(k) for head in heads):
@@ -151,8 +151,13 @@ class ClusteredIndex(ApproximateIndex):
         together = min(_rows_of_a_task(k), rows_of_a_task(int(own.sizes[:, 3].max())))
         if rows > together:
             return None
-        per_task = min(rows, max(QUERIES, ceil(len(heads) * rows / threads.THREADS)))
-        return (own, per_task) if _parts(own, len(heads) * -(-rows // per_task)) == 1 else None
+        tasks = len(heads) * -(-rows // cls.per_task(len(heads), rows))
+        return own if _parts(own, tasks) == 1 else None
+
+    @staticmethod
+    def per_task(heads: int, rows: int) -> int:
+        """Rows of a head that a task has, where each of so many heads is searched in one part."""
+        return min(rows, max(QUERIES, ceil(heads * rows / threads.THREADS)))
 
     @classmethod
     def search_heads(

@@ -9,6 +9,7 @@ a query that attends to few keys reads few cells. If the predicted threshold fin
 the predicted ones that it found corrects it; if that fails too, the best cells set one.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -109,6 +110,15 @@ class Heads(NamedTuple):
     deviations: Float32
     row_bytes: int
     layout: int
+
+
+def beside(layers: Sequence[Heads]) -> Heads:
+    """The heads of several stores, whose keys lie in rows of one form, one store behind the other."""
+    first, *others = layers
+    if not others:
+        return first
+    parts, sizes, deviations = (np.concatenate(own) for own in list(zip(*layers, strict=True))[:3])
+    return Heads(parts, sizes, deviations, first.row_bytes, first.layout)
 
 
 class HeadKeys(NamedTuple):

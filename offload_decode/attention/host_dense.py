@@ -73,7 +73,7 @@ def attend_groups(
     count, rows = query.shape[1], _padded(query)
     left_out = np.zeros((*rows.shape[:2], skipped.shape[2]), np.bool_)
     left_out[:, :count] = skipped
-    out = np.zeros((-(-keys.length // group), *rows.shape[:2], width), np.float32)
+    out = np.zeros((-(-keys.lengths[0] // group), *rows.shape[:2], width), np.float32)
     lse = np.full(out.shape[:3], -np.inf, np.float32)
     logits = np.float32(scaling), np.float32(softcap or 0.0)
     _attend_parts(cells(), (rows, query.shape[2], keys, values, group, left_out, *logits), out, lse)
@@ -121,7 +121,8 @@ def layer_rows(part: Tensor) -> LayerRows:
     sequence, head, _, _ = part.stride()
     first, size = part.data_ptr(), part.itemsize
     steps = [first + size * (b * sequence + h * head) for b in range(batch) for h in range(heads)]
-    return LayerRows(np.array(steps, np.int64), length, size * dim, _LAYOUTS[part.dtype])
+    lengths = np.full(len(steps), length)
+    return LayerRows(np.array(steps, np.int64), lengths, size * dim, _LAYOUTS[part.dtype])
 
 
 def _attend_rows(
@@ -129,9 +130,10 @@ def _attend_rows(
 ) -> AttentionState:
     """From `query [H, R, D]`: `out [H, R, width]`, `lse [H, R]`."""
     count, rows = query.shape[1], _padded(query.float().numpy())
-    step = _step(keys.length)
+    length = int(keys.lengths[0])
+    step = _step(length)
     none = np.empty((*rows.shape[:2], 0), np.bool_)
-    out = np.zeros((-(-keys.length // step), *rows.shape[:2], width), np.float32)
+    out = np.zeros((-(-length // step), *rows.shape[:2], width), np.float32)
     lse = np.full(out.shape[:3], -np.inf, np.float32)
     logits = np.float32(scaling), np.float32(softcap or 0.0)
     _attend_layer(cells(), (rows, query.shape[2], keys, values, step, none, *logits), out, lse)
@@ -184,7 +186,7 @@ def _merge(out: Any, lse: Any, other: Any, lse_of_other: Any) -> None:
 def _attend_task(task: int, given: Any, out: Any, lse: Any) -> None:
     rows, dim, keys, values, step, skipped, scaling, softcap = given
     part, head = task // len(rows), task % len(rows)
-    own = slice(part * step, min(part * step + step, keys.length))
+    own = slice(part * step, min(part * step + step, keys.lengths[0]))
     key, value = head_bits(keys, head)[own], head_bits(values, head)[own]
     how = skipped[head, :, own], scaling, softcap
     _attend_part(

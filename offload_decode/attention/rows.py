@@ -93,11 +93,12 @@ def numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
 class LayerRows(NamedTuple):
     """The keys or values of the H heads of a layer, so that one function is compiled for any number of them.
 
-    addresses: int64 `[H]`, of the heads' bits in `length` rows of `row_bytes`. layout: that of the bits.
+    addresses: int64 `[H]`, of the heads' bits in `lengths` `[H]` rows of `row_bytes`. layout: that of the
+    bits.
     """
 
     addresses: npt.NDArray[np.int64]
-    length: int
+    lengths: npt.NDArray[np.int64]
     row_bytes: int
     layout: int
 
@@ -114,13 +115,13 @@ class HeadRows(tuple[Rows, ...]):
         if not all(rows.bits.flags.c_contiguous for rows in self):
             raise ValueError("rows are read by their addresses: they must lie one behind the other")
         addresses = np.array([rows.bits.ctypes.data for rows in self], np.int64)
-        return LayerRows(addresses, len(bits), bits.shape[1], layout)
+        return LayerRows(addresses, np.full(len(self), len(bits)), bits.shape[1], layout)
 
 
 @njit(nogil=True, cache=True)
 def head_bits(layer: Any, head: int) -> Any:
     """The bits of the rows of one of the heads of `LayerRows`."""
-    return carray(at(layer.addresses[head]), (layer.length, layer.row_bytes), np.uint8)
+    return carray(at(layer.addresses[head]), (layer.lengths[head], layer.row_bytes), np.uint8)
 
 
 def run(work: Callable[[int, slice], None], heads: int, length: int) -> None:

@@ -18,6 +18,7 @@ from offload_decode.engine.citations import Observer, Watch
 from offload_decode.engine.conversation import LOGITS, Conversation
 from offload_decode.engine.grounded import Evidence, Record
 from offload_decode.engine.second_pass import checked
+from offload_decode.engine.side_by_side import SideBySide, joins
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.packed_batch import Block, PackedCache, Segment
 from offload_decode.models.loading import Padding, Processors, run_in_passes
@@ -110,9 +111,12 @@ class _Part(NamedTuple):
 def _run_joined(runs: list[_Run]) -> None:
     limit = min(run.conversation.admitted(len(run.ids)) for run in runs)
     known = runs[0].conversation.loaded.model.get_input_embeddings().num_embeddings
-    # Those that share their prefix stand side by side.
+    # Those that share their prefix, or a call that searches, stand side by side.
     kinds = [run.conversation.prefix.kind for run in runs]
-    runs = sorted(runs, key=lambda run: kinds.index(run.conversation.prefix.kind))
+    places = [
+        (joins(run.conversation.prefix), kinds.index(kind)) for run, kind in zip(runs, kinds, strict=True)
+    ]
+    runs = [runs[at] for at in sorted(range(len(runs)), key=places.__getitem__)]
     while parts := list(_parts(runs, limit, max(1, LOGITS // known))):
         _run_pass(parts)
     for run in runs:
@@ -132,12 +136,16 @@ def _parts(runs: list[_Run], room: int, logits: int) -> Iterator[_Part]:
 
 def _run_pass(parts: list[_Part]) -> None:
     began = time.perf_counter()
-    loaded, blocks, sharing = parts[0].run.conversation.loaded, [], []
+    loaded, blocks, sharing = parts[0].run.conversation.loaded, list[Block](), []
     for _, group in groupby(parts, key=lambda part: part.run.conversation.prefix.kind):
         own = list(group)
-        prefix = _shared(own)
-        blocks.append(Block(prefix, sum(len(part.ids) for part in own)))
-        sharing.append((prefix, own))
+        sharing.append((_shared(own), own))
+    for beside, alike in groupby(sharing, key=lambda shared: joins(shared[0])):
+        each = [(prefix, sum(len(part.ids) for part in own)) for prefix, own in alike]
+        if beside and len(each) > 1:
+            blocks.append(Block(SideBySide(each), sum(tokens for _, tokens in each)))
+        else:
+            blocks += [Block(*one) for one in each]
     cache = PackedCache([Segment(part.run.conversation.cache, len(part.ids)) for part in parts], blocks)
     ids = torch.tensor([[token for part in parts for token in part.ids]])
     starts = accumulate((len(part.ids) for part in parts), initial=0)

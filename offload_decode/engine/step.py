@@ -23,7 +23,7 @@ from offload_decode.engine.citations import Observer, queries_of
 from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
 from offload_decode.selectors import unselected
-from offload_decode.selectors.base import Selector
+from offload_decode.selectors.base import Attended, Selector
 from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.budgets import SELECTED_IDS
 from offload_decode.selectors.one_pass import OnePass
@@ -49,7 +49,9 @@ class StoredPrefix:
 
     watchable = True
 
-    def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
+    def __init__(
+        self, host: HostKV, chosen: Budgeted, tail: Tail | None = None, one_pass: OnePass | None = None
+    ):
         self.host, self.chosen, self.tail = host, chosen, tail
         self.length = host.length  # stored tokens
         self.whole_generated = chosen.selector.whole_generated
@@ -58,7 +60,7 @@ class StoredPrefix:
         # What chooses and attends in one call, where there is such a thing.
         bounded = chosen.selector.bound is not None
         self.one_pass: OnePass | Selector | None = (
-            chosen.selector if bounded else OnePass.of(host, chosen, tail)
+            chosen.selector if bounded else one_pass or OnePass.of(host, chosen, tail)
         )
         self.stats = StepStats()
         self.watches: tuple[Observer, ...] = ()
@@ -100,20 +102,21 @@ class StoredPrefix:
         It waits for no more than the launch of the kernels for generated tokens, and a thread of its own cost
         more than that saved (measured with a dozen launches of 6 µs). On a host the search has all cores.
         """
-        queries = replace(self._queries(query, scaling, softcap), index=index)
-        return partial(self._finish, layer, queries.sent())
+        queries = replace(self.queries(query, scaling, softcap), index=index)
+        return partial(self.finish, layer, queries.sent())
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
         """`begin` and what it returns, in one call."""
         return self.begin(layer, query, scaling, softcap)()
 
-    def _finish(self, layer: int, queries: Queries) -> AttentionState:
+    def finish(self, layer: int, queries: Queries) -> AttentionState:
+        """The state of queries that were sent, `[B, H, T, …]`."""
         count = queries.vectors.shape[1]
         watched = self._watched(queries) if self.watches else []
         step = max(queries.group, self.chosen.queries_at_once(layer, SELECTED_IDS))
         with self.host.lock:  # of several threads one searches at a time, on all cores
             if step >= count:
-                return _by_head(self._attend_part(layer, queries, watched), queries)
+                return by_head(self._attend_part(layer, queries, watched), queries)
             states = []
             # In parts whose selections fit in memory; the queries of a group share a search.
             for start in range(0, count, int(step)):
@@ -121,7 +124,7 @@ class StoredPrefix:
                 own = [seen[(seen >= start) & (seen < end)] - start for seen in watched]
                 states.append(self._attend_part(layer, queries.part(start, end), own))
         out, lse = (torch.cat(own, dim=1) for own in zip(*states, strict=True))
-        return _by_head(AttentionState(out, lse), queries)
+        return by_head(AttentionState(out, lse), queries)
 
     def attend_token(
         self, layer: int, query: Float32, generated: GeneratedKV, scaling: float, softcap: float | None
@@ -142,15 +145,16 @@ class StoredPrefix:
         self, layer: int, query: Tensor, generated: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to the pages of the conversation that the selector chooses, if it does."""
-        queries = self._queries(query, scaling, softcap)
+        queries = self.queries(query, scaling, softcap)
         with self.host.lock:
             selection = self.selector.select_generated(layer, queries, generated)
         if selection is None:
             return None
         keys, values = generated.view()
-        return _by_head(attend_selected(queries, keys[0], values[0], selection), queries)
+        return by_head(attend_selected(queries, keys[0], values[0], selection), queries)
 
-    def _queries(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:
+    def queries(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:
+        """Of `query [B, H, T, D]`, by KV head."""
         batch, heads, tokens, dim = query.shape
         kv_heads = self._kv_heads
         # Detached: compiled attention on the host has no gradients.
@@ -171,22 +175,46 @@ class StoredPrefix:
         self.host.store.check_mapped(layer)
         began = time.perf_counter()
         attended = None if self.one_pass is None else self.one_pass.attend(layer, queries)
-        selection: Selection | PageSelection
         if attended is not None:
-            selection, state = attended.selection, attended.state
-            self.stats.take(time.perf_counter() - began, attended.searching, attended.read)
-            rows = queries.vectors.shape[:2].numel()
-            self._take(layer, rows, attended.tokens)
-            if attended.stated is not None:
-                self.stats.add_tail_error(attended.stated, rows)
-                self.stats.whole_rows += attended.whole
-        else:
-            selection = on_host(self.chosen.select(layer, queries))
-            self.stats.search_s += time.perf_counter() - began
-            state = self._attend_selected(layer, queries, selection)
+            self.record(layer, queries, attended, time.perf_counter() - began, watched)
+            return attended.state
+        selection = on_host(self.chosen.select(layer, queries))
+        self.stats.search_s += time.perf_counter() - began
+        state = self._attend_selected(layer, queries, selection)
+        self._tell(layer, queries, watched, selection, state)
+        return state
+
+    def record(
+        self,
+        layer: int,
+        queries: Queries,
+        attended: Attended,
+        seconds: float,
+        watched: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Count what was attended to in one call, which took so long, and tell those who watch: which rows
+        each sees is `watched`, or that of all queries.
+        """
+        if watched is None:
+            watched = self._watched(queries) if self.watches else ()
+        self.stats.take(seconds, attended.searching, attended.read)
+        rows = queries.vectors.shape[:2].numel()
+        self._take(layer, rows, attended.tokens)
+        if attended.stated is not None:
+            self.stats.add_tail_error(attended.stated, rows)
+            self.stats.whole_rows += attended.whole
+        self._tell(layer, queries, watched, attended.selection, attended.state)
+
+    def _tell(
+        self,
+        layer: int,
+        queries: Queries,
+        watched: Sequence[Tensor],
+        selection: Selection | PageSelection,
+        state: AttentionState,
+    ) -> None:
         for watch, last in zip(self.watches, watched, strict=True):
             watch.see(layer, last, queries, selection, state)
-        return state
 
     def _attend_selected(
         self, layer: int, queries: Queries, selection: Selection | PageSelection
@@ -224,7 +252,10 @@ class StoredPrefix:
 
     def fork(self) -> StoredPrefix:
         """The same prefix for an independent continuation; what was built from the store stays shared."""
-        return StoredPrefix(self.host, self.chosen.fork(), self.tail)
+        chosen, own = self.chosen.fork(), self.one_pass
+        return StoredPrefix(
+            self.host, chosen, self.tail, own.fork(chosen) if isinstance(own, OnePass) else None
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredPrefix:
         return self.fork()
@@ -235,7 +266,7 @@ class StoredPrefix:
         return stats
 
 
-def _by_head(state: AttentionState, queries: Queries) -> AttentionState:
+def by_head(state: AttentionState, queries: Queries) -> AttentionState:
     """A state of queries as `[B, H, T, D]` and `[B, H, T]`."""
     kv_heads, dim = len(queries.vectors), state.out.shape[-1]
     split = (kv_heads, queries.batch, queries.group, queries.tokens)

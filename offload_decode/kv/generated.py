@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,7 +88,8 @@ class GeneratedKV:
             buffers = self._keys, self._values
             keys, values = (layer_rows(one) for one in buffers if one is not None)
             known = self._compiled = *buffers, keys, values
-        return known[2]._replace(length=self.length), known[3]._replace(length=self.length)
+        lengths = np.full(len(known[2].addresses), self.length)
+        return known[2]._replace(lengths=lengths), known[3]._replace(lengths=lengths)
 
     def page_bounds(self, page_size: int, metadata: str) -> PageBounds:
         """Bounds of the pages of the one sequence that is held, extended by what was appended since."""

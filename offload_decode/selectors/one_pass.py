@@ -1,11 +1,13 @@
 """`topk` behind clusters on a host in one compiled call: the search, attention to what it found, and the
-estimate of the rest, which are else three calls with a dozen small operations between them.
+estimate of the rest, which are else three calls with a dozen small operations between them. Conversations
+with several stores that are packed into one pass make that call together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,11 +16,12 @@ from numba import njit
 from offload_decode.attention.host_dense import merge_row
 from offload_decode.attention.host_tokens import ENTRIES, SPARSE, Logits, Named, State, attend_task
 from offload_decode.attention.queries import Queries
+from offload_decode.attention.rows import LayerRows
 from offload_decode.common.rows.team import cells, closure, fork, now
 from offload_decode.indexes.base import VectorIndex
 from offload_decode.indexes.clusters.estimate import Given, estimate_task
 from offload_decode.indexes.clusters.index import ClusteredIndex
-from offload_decode.indexes.clusters.search import UNPREDICTED, Best, search_task
+from offload_decode.indexes.clusters.search import UNPREDICTED, Best, Heads, beside, search_task
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.base import Attended
 from offload_decode.selectors.budgeted import Budgeted
@@ -28,19 +31,31 @@ from offload_decode.types import AttentionState, Selection
 
 
 class _Ready(NamedTuple):
-    """What a layer's calls of so many rows and keys have in common: the indexes it is `of`, what searches
-    them (None where they are not all searched at once), whether the rest is estimated, keys and values.
+    """What a layer's calls of so many rows and of `k` keys have in common: the indexes it is `of`, what
+    searches them (None where they are not all searched at once), whether the rest is estimated, keys, values
+    and the width of these.
     """
 
     of: list[VectorIndex]
-    search: tuple[Any, int] | None
+    k: int
+    search: Heads | None
     estimates: bool
-    rows: tuple[Any, Any]
+    keys: LayerRows
+    values: LayerRows
+    dim: int
+
+    def kind(self, queries: Queries) -> Hashable:
+        """Equal for what one call can have, whatever the stores."""
+        forms = [(own.row_bytes, own.layout) for own in (self.keys, self.values)]
+        how = queries.vectors.shape, queries.scaling, queries.softcap
+        return self.k, self.estimates, self.dim, *forms, *how
 
 
 @dataclass(frozen=True)
 class OnePass:
-    """Of one prefix; `attend` gives what the selector, the host and the estimate give one after the other."""
+    """Of one prefix; `attend` gives what the selector, the host and the estimate give one after the other.
+    What its layers have `ready` is shared with its forks.
+    """
 
     host: HostKV
     chosen: Budgeted
@@ -59,65 +74,111 @@ class OnePass:
             return cls(host, chosen, None)
         return cls(host, chosen, tail) if isinstance(tail, ClusterEstimate) and tail.built else None
 
+    def fork(self, chosen: Budgeted) -> Self:
+        """The same for another conversation with the store."""
+        return replace(self, chosen=chosen)
+
     def attend(self, layer: int, queries: Queries) -> Attended | None:
         """None where this layer's heads are not all searched by their clusters, or where a number is not
         finite: the long way raises then.
         """
+        return attend_beside(layer, [(self, queries)])[0]
+
+    def prepared(self, layer: int, queries: Queries) -> _Ready | None:
+        """What a call needs, where one call does all."""
         selector: Any = self.chosen.selector
         budget = selector.budgets[layer]
         if budget is None or budget.by_mass or budget.uneven or selector.takes_all(layer, budget.largest):
             return None
         heads, rows, _ = queries.vectors.shape
-        vectors = queries.vectors.contiguous().numpy()
         k = budget.largest
         found = selector.indexes.layer(layer, heads)
         ready = self._ready.get((layer, rows, k))
         if ready is None or ready.of is not found:  # or another kind has taken the place of a damaged index
             ready = self._ready[layer, rows, k] = self._prepared(layer, found, rows, k)
-        if ready.search is None:
-            return None
-        values = self.host.layer_values(layer)
-        shape = 1, heads, rows
-        best = Best(
-            np.full((*shape, k), -1, np.int64), np.empty((*shape, k), np.float32), np.zeros(shape, np.int64)
-        )
-        states = State.empty(heads, rows, values[0].dim), State.empty(heads, rows, values[0].dim)
-        read, wrong = np.zeros((heads, rows), np.int64), np.zeros(1, np.int64)
-        spent = np.zeros((heads * rows, 2), np.int64)
-        logits = Logits.of(queries.scaling, queries.softcap)
-        how = (*ready.search, vectors, k, *ready.rows, logits, (ENTRIES, SPARSE))
-        given = (how, UNPREDICTED, best, states, ready.estimates, read, wrong, spent)
-        tokens = _attend_layer(cells(), heads * -(-rows // ready.search[1]), given)
-        if tokens < 0:
-            return None
-        return Attended(
-            AttentionState(*map(torch.from_numpy, states[0])),
-            Selection(torch.from_numpy(best.ids[0]), torch.from_numpy(best.scores[0])),
-            best.ids.size,
-            tokens * values[0].row_bytes,
-            spent[0, 0] / max(1, spent[0, 0] + spent[0, 1]),
-        )
+        return ready if ready.search is not None else None
 
     def _prepared(self, layer: int, found: list[VectorIndex], rows: int, k: int) -> _Ready:
         values = self.host.layer_values(layer)
-        parts = self.host.layer_keys(layer).compiled, values.compiled
+        parts = self.host.layer_keys(layer).compiled, values.compiled, values[0].dim
         clustered = [head for head in found if type(head) is ClusteredIndex]
         if len(clustered) < len(found):
-            return _Ready(found, None, False, parts)
+            return _Ready(found, k, None, False, *parts)
         search = ClusteredIndex.at_once(clustered, rows, k)
         estimates = self.tail is not None and self.tail.clusters(layer) is not None
         if estimates and not all(head.means_of(values[0].dim) for head in clustered):
             search = None
-        return _Ready(found, search, estimates, parts)
+        return _Ready(found, k, search, estimates, *parts)
+
+
+def attend_beside(layer: int, asked: Sequence[tuple[OnePass, Queries]]) -> list[Attended | None]:
+    """What each prefix gives for its queries, as its `attend`; those that search alike make one call."""
+    alike: dict[Hashable, list[int]] = {}
+    ready = [one.prepared(layer, queries) for one, queries in asked]
+    for place, ((_, queries), own) in enumerate(zip(asked, ready, strict=True)):
+        if own is not None:
+            alike.setdefault(own.kind(queries), []).append(place)
+    attended: list[Attended | None] = [None] * len(asked)
+    for places in alike.values():
+        given = [(own, asked[place][1]) for place in places if (own := ready[place]) is not None]
+        found: Sequence[Attended | None] = _called(given)
+        if not found:  # one of them is missing something, and the others are not
+            found = [next(iter(_called([each])), None) for each in given] if len(given) > 1 else [None]
+        for place, one in zip(places, found, strict=True):
+            attended[place] = one
+    return attended
+
+
+def _called(given: Sequence[tuple[_Ready, Queries]]) -> list[Attended]:
+    """One call for all, which are of one kind; nothing where anything is missing or not finite."""
+    first, queries = given[0]
+    heads, rows, _ = queries.vectors.shape
+    vectors = [own.vectors.contiguous().numpy() for _, own in given]
+    count = heads * len(given)
+    shape = 1, count, rows
+    best = Best(
+        np.full((*shape, first.k), -1, np.int64),
+        np.empty((*shape, first.k), np.float32),
+        np.zeros(shape, np.int64),
+    )
+    states = State.empty(count, rows, first.dim), State.empty(count, rows, first.dim)
+    read, wrong = np.zeros((count, rows), np.int64), np.zeros(1, np.int64)
+    spent = np.zeros((count * rows, 2), np.int64)
+    search = beside([own.search for own, _ in given if own.search is not None])
+    per_task = ClusteredIndex.per_task(count, rows)
+    keys, values = (_rows_beside([getattr(own, name) for own, _ in given]) for name in ("keys", "values"))
+    asking = vectors[0] if len(given) == 1 else np.concatenate(vectors)
+    logits = Logits.of(queries.scaling, queries.softcap)
+    how = search, per_task, asking, first.k, keys, values, logits, (ENTRIES, SPARSE)
+    task = how, UNPREDICTED, best, states, first.estimates, read, wrong, spent
+    if _attend_layer(cells(), count * -(-rows // per_task), task) < 0:
+        return []
+    searching = spent[0, 0] / max(1, spent[0, 0] + spent[0, 1])
+    attended = []
+    for start in range(0, count, heads):
+        own = slice(start, start + heads)
+        state = AttentionState(torch.from_numpy(states[0].out[own]), torch.from_numpy(states[0].lse[own]))
+        ids, scores = best.ids[0, own], best.scores[0, own]
+        selection = Selection(torch.from_numpy(ids), torch.from_numpy(scores))
+        tokens = int(read[own].sum())
+        attended.append(Attended(state, selection, ids.size, tokens * values.row_bytes, searching))
+    return attended
+
+
+def _rows_beside(layers: Sequence[LayerRows]) -> LayerRows:
+    """The rows of several stores, of one form, one store behind the other."""
+    first = layers[0]
+    if len(layers) == 1:
+        return first
+    addresses, lengths = (np.concatenate(own) for own in list(zip(*layers, strict=True))[:2])
+    return LayerRows(addresses, lengths, first.row_bytes, first.layout)
 
 
 @njit(nogil=True, cache=True)
 def _attend_layer(team: Any, tasks: int, given: Any) -> int:
-    """All tasks: how many different tokens they read, or -1 where something is missing or not finite. The
-    first of `spent` gets the sum of all.
-    """
+    """All tasks: 0, or -1 where something is missing or not finite. The first of `spent` gets their sum."""
     how, _, best, states, _, read, wrong, spent = given
-    queries, k, lse, tokens = how[2], how[3], states[0].lse, 0
+    queries, k, lse = how[2], how[3], states[0].lse
     for head in range(lse.shape[0]):
         for r in range(lse.shape[1]):
             total = np.float32(0)
@@ -133,8 +194,7 @@ def _attend_layer(team: Any, tasks: int, given: Any) -> int:
         for r in range(lse.shape[1]):
             if best.seen[0, head, r] < k or read[head, r] < 0 or not np.isfinite(lse[head, r]):
                 return -1
-            tokens += read[head, r]
-    return -1 if wrong[0] else tokens
+    return -1 if wrong[0] else 0
 
 
 @njit(nogil=True, cache=True)

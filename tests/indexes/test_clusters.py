@@ -401,13 +401,13 @@ def test_a_threshold_that_found_too_few_is_corrected_by_what_it_found() -> None:
     index = get("clusters").build(keys.astype(np.float32), k=64)
     assert isinstance(index, ClusteredIndex)
     queries = (1 + 0.3 * rng.standard_normal((1, 32, DIM))).astype(np.float32)
-    heads, rows = ClusteredIndex.at_once([index], 8, 64) or pytest.fail("the index does not prune")
+    heads = ClusteredIndex.at_once([index], 8, 64) or pytest.fail("the index does not prune")
     found = search.Best(
         np.full((1, 1, 32, 64), -1, np.int64),
         np.zeros((1, 1, 32, 64), np.float32),
         np.zeros((1, 1, 32), np.int64),
     )
-    search.search_layer(cells_of_threads(), heads, queries, 64, rows, search.UNPREDICTED, found)
+    search.search_layer(cells_of_threads(), heads, queries, 64, 8, search.UNPREDICTED, found)
     wanted = search.candidates_for(64)
     assert (found.seen >= wanted).all()
     assert (found.seen < 4 * wanted).all()
