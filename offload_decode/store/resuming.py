@@ -21,6 +21,9 @@ from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed
 from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, no_errors, write_array
 from offload_decode.types import Document
 
+_OF_THE_TEXT = ("n_tokens", "token_hash", "seam")
+"""What a manifest says of the tokens, and users do not know by these names."""
+
 
 def prepare(
     partial: Path, manifest: Manifest, tokens: Array, documents: Sequence[Document], growth: Growth | None
@@ -103,7 +106,8 @@ def _refuse_other_job(
         raise staging.damaged(partial, layout.ROOT)
     # The first is there already where publishing was interrupted; the others change no number but by tokens.
     wanted |= {name: staged.get(name) for name in ("kv_error", "opening", "trained")}
-    others = sorted(name for name in {*staged, *wanted} if staged.get(name) != wanted.get(name))
+    differ = {name for name in {*staged, *wanted} if staged.get(name) != wanted.get(name)}
+    others = sorted({"text" if name in _OF_THE_TEXT else name for name in differ})
     changed = [
         name
         for name, array in arrays.items()

@@ -195,7 +195,8 @@ def test_another_job_is_refused_and_harms_nothing(job: Job, tmp_path: Path) -> N
     tokens = job.tokens.copy()
     tokens[600] += 1
     others = {
-        "token_hash": make_job(700, layers=(FULL, SLIDING), seed=1),
+        "text": make_job(700, layers=(FULL, SLIDING), seed=1),
+        "text:": make_job(690, layers=(FULL, SLIDING), seed=1),
         "dtype": make_job(700, "bfloat16", layers=(FULL, SLIDING)),
         "query_samples": make_job(700, layers=(FULL, SLIDING), query_samples=25),
         "model_id": replace(job, manifest=replace(job.manifest, model_id="other")),

@@ -55,6 +55,11 @@ _logged = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 M = TypeVar("M", bound=BaseModel)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_TOGETHER, fail_fast=True)]
+Together = Annotated[
+    Annotated[int, Field(ge=1, le=MOST_TOGETHER), Tag("count")] | Annotated[Names, Tag("names")],
+    Discriminator(lambda given: "names" if isinstance(given, list) else "count"),
+]
+"""Told apart beforehand, so that a list is refused as a list."""
 Short = Annotated[str, StringConstraints(max_length=1024)]
 OptionName = Annotated[str, StringConstraints(max_length=64)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -190,7 +195,7 @@ class AskBody(WholeBody):
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
     check: bool = False
-    together: Annotated[int, Field(ge=1, le=MOST_TOGETHER)] | Names | None = None
+    together: Together | None = None
     join: Join | None = None
 
     def ask_options(self, settings: Settings, id: str, **more: Any) -> dict[str, Any]:

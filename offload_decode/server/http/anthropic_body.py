@@ -157,7 +157,7 @@ class Conversation:
     """Messages and tools of a request, as a chat has them. `left_out`: the types of what is not read."""
 
     def __init__(self, body: MessagesBody):
-        self._model, self.left_out = body.model, set[str]()
+        self._body, self.left_out = body, set[str]()
         self.messages = [*self._system(body.system)]
         for message in body.messages:
             self.messages += self._message(message)
@@ -180,7 +180,7 @@ class Conversation:
     def warnings(self, service: Service) -> list[str]:
         """What is not done as it was asked for."""
         system = any(message["role"] == "system" for message in self.messages)
-        found: list[str] = warned(service, self._model) if system else []
+        found: list[str] = warned(service, self._body) if system else []
         if left := self.left_out - _THOUGHTS:
             found = [*found, f"left out, as it is not read here: {', '.join(sorted(left))}"]
         return found

@@ -25,6 +25,7 @@ from offload_decode.server.http.answers import (
     AnswerBody,
     AnswerReply,
     AppService,
+    AskBody,
     Body,
     Cost,
     Option,
@@ -238,10 +239,12 @@ def json_grammar(form: Format | None, param: str = "response_format") -> dict[st
     return {"json_object": True} if form.type == "json_object" else None
 
 
-def warned(service: Service, model: str) -> list[str]:
+def warned(service: Service, body: AskBody) -> list[str]:
     """The `warnings` of an answer to a chat with a system message."""
-    name = normalize("NFC", model)
-    stored = any(one.path for one in service.catalog.entries() if one.name == name)
+    # A model's own name stands for the stores that answer together.
+    asked = [body.model, *(body.together if isinstance(body.together, list) else ())]
+    names = {normalize("NFC", name) for name in asked}
+    stored = any(one.path for one in service.catalog.entries() if one.name in names)
     return [BEHIND] if stored else []
 
 
@@ -255,7 +258,7 @@ class ChatReply(AnswerReply):
         self._answers, self._logprobs, self._older = body.answers, bool(body.logprobs), body.older
         self._n_calls: Counter[int] = Counter()  # of each answer so far
         system = any(message.role in SYSTEM for message in body.messages)
-        self._warnings = warned(service, body.model) if system else []
+        self._warnings = warned(service, body) if system else []
 
     async def choice(self, part: int, index: int, one: WrittenAnswer) -> Choice:
         known = ChoiceLogprobs(content=await self._scores(one.tokens)) if self._logprobs else None

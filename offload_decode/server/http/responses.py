@@ -143,7 +143,7 @@ def router() -> APIRouter:
 
         asked = _chat_request(service.settings, body, messages)
         system = any(message["role"] in SYSTEM for message in asked.messages)
-        reply = ResponseReply(body, asked, keep, warned(service, body.model) if system else [])
+        reply = ResponseReply(body, asked, keep, warned(service, body) if system else [])
         return await respond(request, [partial(service.chat, asked)], reply, body.stream)
 
     return routes

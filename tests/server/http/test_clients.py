@@ -92,13 +92,14 @@ def test_a_most_of_any_size_is_for_the_service_to_cut(service, url):
 
 
 def test_a_system_message_behind_a_corpus_is_warned_of(url):
-    def warnings(model, messages):
-        body = {"model": model, "messages": messages}
+    def warnings(model, messages, **more):
+        body = {"model": model, "messages": messages, **more}
         return httpx.post(f"{url}/v1/chat/completions", json=body).json().get("warnings")
 
     system = [{"role": "system", "content": "Be brief."}, *ASKED]
     assert "stands behind the stored corpus" in warnings("book", system)[0]
     assert warnings("book", ASKED) is warnings("tiny", system) is None
+    assert warnings("tiny", system, together=["book"]) == warnings("book", system)
     body = {"model": "book", "input": "Who?", "instructions": "Be brief."}
     response = httpx.post(f"{url}/v1/responses", json=body).json()
     assert response["warnings"] == warnings("book", system)
@@ -282,3 +283,20 @@ def test_open_webui_lists_chats_and_asks_for_titles_tags_and_follow_ups(service,
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], "together: list should have at least 1 item"),
+        (["book"] * 65, "together: list should have at most 64 items"),
+        (["book", 3], "together[1]: input should be a valid string"),
+        (0, "together: input should be greater than or equal to 1"),
+        ("book", "together: input should be a valid integer"),
+    ],
+)
+def test_stores_that_answer_together_are_a_number_or_a_list_of_names(url, given, told):
+    body = {"model": "book", "messages": ASKED, "together": given}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
