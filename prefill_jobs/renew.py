@@ -34,6 +34,7 @@ from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.job import admit_text, memory_errors
 from offload_decode.store.files import Progress
 from offload_decode.store.reader import KVStore
+from offload_decode.store.tree import bases_of
 from offload_decode.types import Document
 
 
@@ -164,9 +165,10 @@ def compared(
                     f"{name} is in {earlier.path} and cannot be read now ({unread[part]}): mend it, or leave "
                     "it out (--exclude)"
                 )
-    base = earlier.manifest.base or {"tokens": 0}
-    of_base = {one.name for one in earlier.documents if one.start < base["tokens"]}
-    if (2 * len(gone) > len(before) or (of_base and of_base.issubset(gone))) and not drop:
+    # Of a store on a store on a store, all of the first one's are no fewer.
+    ends = [base.tokens for base in bases_of(earlier)] if gone else []
+    bases = [{one.name for one in earlier.documents if one.start < end} for end in ends]
+    if (2 * len(gone) > len(before) or any(base.issubset(gone) for base in bases)) and not drop:
         raise ConfigError(
             f"{earlier.path} would lose {len(gone):,} of its {len(before):,} documents, such as {gone[0]}, "
             'which the corpus does not have: give all of the corpus, or --drop (over HTTP "drop": true)'

@@ -224,6 +224,21 @@ def test_the_only_document_and_all_of_the_base_are_dropped_only_on_demand(copied
     assert planned(model, child, TEXTS[:3]).gone == ("d.txt",)
 
 
+def test_of_a_store_on_a_store_on_a_store_every_base_is_dropped_only_on_demand(copied, tmp_path):
+    model, _, store = copied()
+    for number, name in enumerate("fghi"):
+        texts, base = [TextDocument(f"{name}.txt", f"{name} is new. " * 4)], store
+        store = tmp_path / f"{number}.kv"
+        prefill_texts(model, texts, store, Settings(base=base))
+    more = [TextDocument(f"{name}.txt", f"{name} is new. " * 4) for name in "fghi"]
+    more += [TextDocument(f"{name}.txt", "More. " * 4) for name in "jk"]
+    append_texts(model, more[4:], store)
+    with pytest.raises(ConfigError, match="would lose 5 of its 11 documents"):
+        planned(model, store, more)
+    assert planned(model, store, more, drop=True).gone == tuple(one.name for one in TEXTS)
+    assert planned(model, store, [*TEXTS[4:], *more]).gone == tuple(one.name for one in TEXTS[:4])
+
+
 def test_another_model_is_refused(copied):
     _, _, store = copied()
     before = tree(store)
