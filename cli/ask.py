@@ -125,7 +125,7 @@ def _ask_together(together: Together, question: _Question) -> None:
             if wanted.cite:
                 show([given.text])
             tell_cut(talk.joint.finish, wanted.max_new_tokens, talk.joint.most_new(1))
-            output.note("\n".join(map(output.one_line, talk.notes())))
+            tell_notes(talk.notes())
         if wanted.cite and not question.as_json:
             output.note("\n".join(filter(None, (talk.carried(), cited_text(given.citations or ())))))
         if question.stats:
@@ -196,8 +196,7 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
             tell_grounded(answer.grounded)
             tell_checked(answer.checked)
             tell_cut(answer.finish, wanted.max_new_tokens)
-            for line in answer.notes(wanted):
-                output.note(line)
+            tell_notes(answer.notes(wanted))
     if wanted.cite and not question.as_json:
         output.note(cited_text(answer.cited))
     if question.stats:
@@ -266,6 +265,12 @@ def tell_cut(finish: str, most: int, room: int = 1) -> None:
         output.note("The answer was cut where the model's context ends.")
     elif finish == "length":
         output.note(f"The answer was cut at {output.count(most, 'token')}: --max-new-tokens N allows more.")
+
+
+def tell_notes(notes: Iterable[str]) -> None:
+    """Say on stderr what is approximate in an answer of several stores, or what a server remarks."""
+    for one in notes:
+        output.note(output.one_line(one))
 
 
 def cited_text(citations: Sequence[CitedDocument]) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import client, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.ask import held, show, tell_checked, tell_cut, tell_grounded
+from offload_decode.cli.ask import held, show, tell_checked, tell_cut, tell_grounded, tell_notes
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.collections import DocumentChoice, open_collection
 from offload_decode.cli.errors import sentence
@@ -247,8 +247,7 @@ class RemoteTranscript:
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length, and what the server remarks."""
         tell_cut(self.finish, self.wanted.max_new_tokens)
-        for line in self.notes:
-            output.note(line)
+        tell_notes(self.notes)
 
     def reset(self) -> None:
         self.turns = []
@@ -292,7 +291,7 @@ class JointTranscript:
         """Say whether the last answer was cut by its length, and what it was joined from."""
         assert self.talk is not None, "a question was answered"
         tell_cut(self.talk.joint.finish, self.max_new_tokens, self.talk.joint.most_new(1))
-        output.note("\n".join(map(output.one_line, self.talk.notes())))
+        tell_notes(self.talk.notes())
 
     def reset(self) -> None:
         self._held.close()

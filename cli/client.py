@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
@@ -89,8 +89,8 @@ class Served(NamedTuple):
 @dataclass
 class ServerAnswer:
     """The part of an answer that has arrived: `tokens` of it, to a prompt of `prompt` tokens, of which
-    `cached` are stored or in the prefix cache. `stats`, `citations`, `grounded`, `checked` and `warnings`
-    come last, as the server sends them.
+    `cached` are stored or in the prefix cache. The others come last, as the server sends them; `joined` where
+    documents of a collection answered together.
     """
 
     text: str = ""
@@ -102,7 +102,8 @@ class ServerAnswer:
     citations: list[Any] | None = None
     grounded: float | None = None
     checked: Mapping[str, Any] | None = None
-    warnings: Sequence[str] = ()
+    joined: Mapping[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def cited(self) -> list[CitedDocument]:
@@ -118,13 +119,16 @@ class ServerAnswer:
     def fields(self, wanted: AnswerOptions) -> dict[str, object]:
         cited: dict[str, object] = {"citations": list(map(asdict, self.cited))} if wanted.cite else {}
         cited |= {"checked": self.checked} if wanted.check else {}
-        cited |= {"warnings": notes} if (notes := list(self.notes(wanted))) else {}
+        if self.joined is not None:
+            cited["joined"] = {**self.joined, "notes": self.warnings}
+        elif notes := list(self.notes(wanted)):
+            cited["warnings"] = notes
         told = {"answer": output.if_grounded(self.text.strip(), self.grounded, wanted.least)}
         return told | {"grounded": self.grounded, "tokens": self.tokens, "finish": self.finish, **cited}
 
     def notes(self, wanted: AnswerOptions) -> Iterator[str]:
         """What the server remarks, and that it gave no check where one was wanted."""
-        yield from map(output.one_line, self.warnings)
+        yield from self.warnings
         if wanted.check and self.checked is None and not self.warnings:
             yield "The answer was not checked: the server runs a release that does not know --check."
 
@@ -328,7 +332,8 @@ def _text_of(chunk: dict[str, Any], answer: ServerAnswer) -> str:
     answer.citations = chunk.get("citations") or answer.citations
     answer.grounded = chunk.get("grounded", answer.grounded)
     answer.checked = chunk.get("checked") or answer.checked
-    answer.warnings = [str(one) for one in chunk.get("warnings") or ()] or answer.warnings
+    answer.joined = chunk.get("joined") or answer.joined
+    answer.warnings = [str(one) for one in chunk.get("warnings") or answer.warnings]
     for choice in chunk["choices"]:
         answer.finish = choice.get("finish_reason") or answer.finish
         return str(choice["delta"].get("content") or "")

@@ -9,7 +9,7 @@ from offload_decode.cli.client import AnswerOptions, Server, ServerAddress, Serv
 from offload_decode.common.errors import StoreError
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.security import Access
-from offload_decode.server.requests import Busy
+from offload_decode.server.requests import Busy, Joined, JoinedDocument
 from tests.cli.conftest import imported, json_of, lines_of, refused, run, write_lines
 from tests.server.fakes import STORED, FakeService
 from tests.server.http.conftest import listening, running, service, url
@@ -49,6 +49,29 @@ def test_notes_show_citations_and_cost(url):
     assert ran.out == "Who?\n"
     assert "75%  minutes.txt" in ran.err
     assert f"{STORED:,} of them stored or cached" in ran.err
+
+
+def test_an_answer_of_several_stores_says_what_it_is(url, service, tmp_path):
+    """A collection of the server is asked by its name."""
+    documents = JoinedDocument("a.txt", "papers/a.kv", 0.75), JoinedDocument("b.txt", "papers/b.kv", 0.25)
+    service.joined, service.notes = Joined("mixture", False, documents), ("Joined by mixture from 2.",)
+    ran = run("ask", "book", "Who?", "--server", url)
+    assert (ran.code, ran.out, ran.err) == (0, "Who?\n", "Joined by mixture from 2.\n")
+    ran = run("chat", "book", "--server", url, stdin="Who?\n")
+    assert (ran.out, ran.err) == ("Who?\n", "Joined by mixture from 2.\n")
+    joined = json_of("ask", "book", "Who?", "--server", url)["joined"]
+    assert (joined["join"], joined["exact"], joined["notes"]) == ("mixture", False, list(service.notes))
+    assert [(one["document"], one["share"]) for one in joined["documents"]] == [
+        ("a.txt", 0.75),
+        ("b.txt", 0.25),
+    ]
+    write_lines(tmp_path / "q.jsonl", {"question": "Who?"})
+    files = ["--questions", tmp_path / "q.jsonl", "--out", tmp_path / "a.jsonl"]
+    assert run("batch", "book", *files, "--server", url).code == 0
+    (line,) = lines_of(tmp_path / "a.jsonl")
+    assert line["joined"] == joined
+    told = refused(2, "ask", "book", "Who?", "--server", url, "--only-grounded", "0.5")
+    assert "for documents that answer together" in told
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(url):

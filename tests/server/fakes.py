@@ -17,6 +17,7 @@ from offload_decode.server.requests import (
     Emit,
     Ended,
     Failed,
+    Joined,
     NoSuchName,
     Prompted,
     Scored,
@@ -78,7 +79,7 @@ class FakeService:
     `fault` is raised when something is asked; `early` and `late` are what a request fails with before and
     after its first token; `reasoning` goes before the text and `calls` are made after it; `stop` ends it;
     `pace_s` is the time between tokens, `wait_s` that before the first event; `grounded` is told of each
-    answer.
+    answer, and so is how stores were `joined`, with `notes`.
     """
 
     def __init__(self, settings: Settings | None = None):
@@ -101,6 +102,8 @@ class FakeService:
         self.pace_s = self.wait_s = 0.0
         self.grounded: float | None = None
         self.checked = Checked(3, 2, 0.25)
+        self.joined: Joined | None = None
+        self.notes: tuple[str, ...] = ()
         self.closed = False
         self.metrics = Metrics()
 
@@ -189,7 +192,8 @@ class FakeService:
             yield Ended(index, finish, self.stop, self.grounded)
         usage = Usage(STORED + len(prompt), STORED, asked.n * len(text))
         cost, checked = StepStats(tokens=len(text), bytes_moved=1000), self.checked if asked.check else None
-        yield Done(usage, cost, CITED if asked.cite else None, checked=checked)
+        cited = CITED if asked.cite else None
+        yield Done(usage, cost, cited, checked=checked, joined=self.joined, notes=self.notes)
 
 
 def scored(token: int, top: int) -> Scored:
