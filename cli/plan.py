@@ -26,10 +26,10 @@ from offload_decode.config import AUTO, split_pairs
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Machine, Plan
-    from offload_decode.planning.sizes import Workload
+    from offload_decode.planning.workload import Workload
 
 
-_OPTIONS = ("budget", "error", "dense_layers", "index", "page_size", "metadata")
+_OPTIONS = ("budget", "error", "dense_layers", "tail", "index", "page_size", "metadata")
 
 
 def plan(
@@ -95,7 +95,7 @@ def plan(
 def _request(
     tokens: int, chunk: int | None, kv: str, weights: str, selector: str, options: dict[str, str]
 ) -> Workload:
-    from offload_decode.planning.sizes import Workload, weights_given
+    from offload_decode.planning.workload import Workload, weights_given
 
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")

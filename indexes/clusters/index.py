@@ -9,7 +9,7 @@ bytes a key beyond the store, and its summaries 39.
 from collections.abc import Sequence
 from math import ceil, log
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from offload_decode.indexes.base import (
     check_heads,
     check_queries,
 )
-from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, Wanted, build, check, joined
+from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, SEGMENT, Cells, Wanted, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.estimate import Given, estimate_layer, rows_of_a_task
 from offload_decode.indexes.clusters.scan import STEP_BYTES
@@ -42,8 +42,7 @@ from offload_decode.indexes.clusters.search import (
     predict,
     search_layer,
 )
-from offload_decode.indexes.clusters.summaries import KEYS as GROUPED
-from offload_decode.indexes.clusters.summaries import Summaries, summarize
+from offload_decode.indexes.clusters.summaries import Summaries, groups_of, summarize
 from offload_decode.indexes.clusters.summaries import check as check_summaries
 from offload_decode.indexes.clusters.summaries import joined as join_summaries
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex, joined_hits
@@ -81,16 +80,20 @@ class ClusteredIndex(ApproximateIndex):
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
-        cells = max(1, n // KEYS_PER_CELL)
-        # Codes, a scale and an id for each key and for half a block of padding in each cell.
-        coded = (n + BLOCK // 2 * cells) * (-(-dim // GROUP) * WORD // BLOCK + 8)
-        moments = 8 * dim * cells
-        summaries = (n // GROUPED + 1) * (2 * (dim + SCALE_BYTES) + 4)  # values as wide as keys
-        file = coded + moments + 12 * cells + summaries + 4 * n + (dim + 8) * cells
+        own = _Bytes.of(n, dim)
         if not _sparse(n, k):
-            return Costs(0, file, n * row_size(dim, dtype) + summaries)
+            return Costs(0, sum(own), n * row_size(dim, dtype) + own.groups)
         exact = min(n, rows * candidates_for(k)) * row_size(dim, dtype)
-        return Costs(0, file, moments + round(share_read(n, k) * (coded + summaries)) + exact)
+        return Costs(0, sum(own), own.moments + round(share_read(n, k) * (own.codes + own.groups)) + exact)
+
+    @classmethod
+    def untuned_bytes(cls, n: int, dim: int) -> int:
+        """Memory that one takes which is `untuned`: its summaries, and its cells where these lie in no
+        temporary files.
+        """
+        own = _Bytes.of(n, dim)
+        summaries = own.groups + own.labels
+        return sum(own) if n <= SEGMENT else summaries
 
     @classmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
@@ -103,7 +106,7 @@ class ClusteredIndex(ApproximateIndex):
         own = min(_rows_of_a_task(k), rows)
         of_rows = own * (16 * candidates_for(k) + cells) + 12 * cells * (own + -own % QUERIES)
         searching = STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows
-        groups = n // GROUPED + cells
+        groups = groups_of(n)
         estimating = (4 * min(rows + QUERIES, rows_of_a_task(groups)) + 12) * groups
         return threads.THREADS * max(searching, estimating)
 
@@ -345,6 +348,27 @@ class ClusteredIndex(ApproximateIndex):
     def nbytes(self) -> int:
         summaries: tuple[npt.NDArray[Any], ...] = self._native.summaries or ()
         return self.cells.nbytes + sum(part.nbytes for part in summaries)
+
+
+class _Bytes(NamedTuple):
+    """What an index takes: codes of the keys with their scales and ids, means and variances of the cells, how
+    many keys each has; keys and values of the groups, and which group a key is of with the cells' values.
+    """
+
+    codes: int
+    moments: int
+    counts: int
+    groups: int
+    labels: int
+
+    @classmethod
+    def of(cls, n: int, dim: int) -> Self:
+        """Of `n` keys, with values as wide."""
+        cells = max(1, n // KEYS_PER_CELL)
+        padded = n + BLOCK // 2 * cells  # half a block in each cell
+        codes = padded * (-(-dim // GROUP) * WORD // BLOCK + 8)
+        groups = groups_of(n) * (2 * (dim + SCALE_BYTES) + 4)
+        return cls(codes, 8 * dim * cells, 12 * cells, groups, 4 * n + (dim + 8) * cells)
 
 
 class _Searchable:

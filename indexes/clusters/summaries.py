@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import Float32, Keys
-from offload_decode.indexes.clusters.cells import Cells, lloyd, nearest
+from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, lloyd, nearest
 from offload_decode.indexes.clusters.dot4 import BLOCK
 
 KEYS = 8  # of a group, on average: smaller ones estimate better, and take more
@@ -36,6 +36,11 @@ class Summaries(NamedTuple):
     first: Int32
     sizes: Int32
     labels: Int32
+
+
+def groups_of(n: int) -> int:
+    """About how many groups `n` keys have: one of each cell is half full."""
+    return n // KEYS + n // (2 * KEYS_PER_CELL) + 1
 
 
 def members(cells: Cells, known: int = 0) -> Iterator[npt.NDArray[np.int32]]:

@@ -9,14 +9,17 @@ from offload_decode.config import STREAMED, EngineConfig
 from offload_decode.hf.compat import check_dtype, pick_device
 from offload_decode.indexes.registry import kinds, load_libraries
 from offload_decode.kv.host_cache import BLOCK_TOKENS
+from offload_decode.kv.indexes import DEFAULT
 from offload_decode.models.layer_streaming import check_card
 from offload_decode.models.quantization import GGUF, check_quantizer, check_weights
 from offload_decode.models.size_estimate import SizeEstimate
 from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium, Part, Plan, plan
 from offload_decode.planning.proposals import LEAST_CHUNK, changes, halves, nearest, nearest_prefill
-from offload_decode.planning.sizes import QUESTION_TOKENS, SELECTORS, Workload, least_index, weights_given
+from offload_decode.planning.sizes import least_index
+from offload_decode.planning.workload import QUESTION_TOKENS, SELECTORS, Workload, weights_given
 from offload_decode.selectors import registry
 from offload_decode.selectors.budgets import PASS_TOKENS
+from offload_decode.selectors.unselected import OFF
 from offload_decode.store.format import Manifest, kv_kinds, stored_types
 from offload_decode.types import PAGE_METADATA
 
@@ -218,10 +221,11 @@ def _the_least(asked: Plan, parts: tuple[Part, ...], place: Medium) -> str:
             ways[f"--weights {STREAMED} "] = smallest.changed(weights="auto", streamed=True)
         options, needs = min(ways.items(), key=lambda one: one[1].need(place, one[1].prefilling))
         return f"with {options}-o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
-    least = asked.changed(weights=fewest, selector="topk", device_cache=0)
+    tail, also = (OFF, f" -o tail={OFF}") if asked.request.estimated else (asked.request.tail, "")
+    least = asked.changed(weights=fewest, selector="topk", tail=tail, device_cache=0)
     enough = [least.changed(index=kind) for kind in (least.request.index, least_index())]
     needs = min(enough, key=lambda needs: needs.need(Medium.RAM))
-    return f"with {given}-s topk, the least, it is {_needs(needs, needs.asking)}"
+    return f"with {given}-s topk{also}, the least, it is {_needs(needs, needs.asking)}"
 
 
 def _needs(asked: Plan, parts: tuple[Part, ...]) -> str:
@@ -248,5 +252,7 @@ def _request(config: EngineConfig, built: str) -> Workload:
         page_size=int(page) if page.isdecimal() and int(page) else 16,
         budget=str(options.get("budget", Workload.budget)),
         error=str(options.get("error", "")),
+        tail=str(options.get("tail", Workload.tail)),
+        clusters=built == DEFAULT,
         dense_layers=None if dense is None else str(dense),
     )

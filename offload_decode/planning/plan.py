@@ -14,8 +14,8 @@ from offload_decode.kv import placement
 from offload_decode.models.layer_streaming import NO_CARD
 from offload_decode.models.quantization import FORMATS, GGUF, check_weights_of
 from offload_decode.models.size_estimate import SizeEstimate
-from offload_decode.planning import sizes
-from offload_decode.planning.sizes import Workload, in_dtype
+from offload_decode.planning import sizes, workload
+from offload_decode.planning.workload import OWN, Workload, in_dtype
 
 CUDA_BYTES = 512 << 20
 """What CUDA itself takes of a GPU's memory, beyond all tensors."""
@@ -83,7 +83,7 @@ def traffic(estimate: SizeEstimate, request: Workload, on_gpu: bool) -> Traffic:
         elif request.selector == "quest":
             pages += sizes.page_bytes(shape, n, request.page_size, request.metadata, 1)
             gathered += shape.kv_heads * min(n, k) * pair
-        elif request.selector == sizes.OWN:
+        elif request.selector == OWN:
             pages += sizes.index_key_bytes(shape, n, estimate.dtype)
             gathered += shape.kv_heads * k * pair
         else:
@@ -204,19 +204,21 @@ def _asking(estimate: SizeEstimate, request: Workload, machine: Machine) -> tupl
     parts = [
         *_program(device, machine, estimate),
         _weights(estimate, request.weights, device),
-        Part("question and answer", device, sizes.ask_bytes(estimate, request, on_gpu)),
-        Part("search", Medium.RAM, sizes.search_bytes(estimate, request, threads.THREADS)),
+        Part("question and answer", device, workload.ask_bytes(estimate, request, on_gpu)),
+        Part("search", Medium.RAM, workload.search_bytes(estimate, request, threads.THREADS)),
+        Part("unselected tokens", Medium.RAM, workload.unselected_bytes(estimate, request)),
         Part("store", Medium.DISK, _store_bytes(estimate, request)),
     ]
     if shape.state_layers:
         parts.append(Part("recurrent states", device, sizes.states_bytes(shape, request.batch)))
     if on_gpu:
         parts.append(Part("device cache", Medium.GPU, request.device_cache))
-        parts.append(Part("rows on their way to the GPU", Medium.RAM, sizes.staged_bytes(estimate, request)))
+        staged = workload.staged_bytes(estimate, request)
+        parts.append(Part("rows on their way to the GPU", Medium.RAM, staged))
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))
-    if request.selector == sizes.OWN:
+    if request.selector == OWN:
         held = len(searched) * sizes.index_key_bytes(shape, request.tokens, estimate.dtype)
         parts.append(Part("the model's index keys", device, held))
     if request.selector == "topk":

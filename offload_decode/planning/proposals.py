@@ -9,7 +9,8 @@ from offload_decode.models.quantization import GGUF
 from offload_decode.models.size_estimate import SizeEstimate
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import Medium, Plan, plan
-from offload_decode.planning.sizes import KV, WEIGHTS, Workload
+from offload_decode.planning.workload import KV, WEIGHTS, Workload
+from offload_decode.selectors.unselected import CLUSTERS, OFF
 from offload_decode.store.format import kv_kinds
 from offload_decode.types import PAGE_METADATA
 
@@ -98,6 +99,7 @@ def _alternatives(asked: Workload, estimate: SizeEstimate) -> Iterator[Workload]
         "weights": _rungs(asked.weights, estimate),
         "kv": _from(asked.kv, kv_kinds(estimate.shape)),
         "index": _from(asked.index, [asked.index, sizes.least_index()]),
+        "tail": list(dict.fromkeys([asked.tail, *((CLUSTERS, OFF) if asked.estimated else ())])),
         "metadata": _from(asked.metadata, PAGE_METADATA if pages else [asked.metadata]),
         "page_size": [asked.page_size, *(larger if pages else [])],
         "selector": _from(asked.selector, [asked.selector, "topk"]),

@@ -19,6 +19,7 @@ from offload_decode.attention.queries import Queries, empty_state, softmax
 from offload_decode.common.errors import ConfigError, OffloadDecodeWarning
 from offload_decode.common.rows import encodings
 from offload_decode.indexes.clusters.index import ClusteredIndex
+from offload_decode.indexes.clusters.summaries import groups_of
 from offload_decode.kv.host_cache import SCORES, HostKV
 from offload_decode.kv.indexes import AUTO
 from offload_decode.selectors.base import Selector
@@ -156,8 +157,9 @@ class SampleEstimate(Tail):
         deviation = torch.full_like(state.lse, -torch.inf)
         lists, list_of_row = selected_lists(selection, queries, self.host.length)
         for head in range(rows.shape[0]):
-            # A row meets every cluster, and the tokens that the part's rows selected.
-            step = max(1, min(SCORES // self._width(layer, head), isqrt(SCORES // max(1, lists.shape[2]))))
+            widest = max(self.host.keys(layer, head).dim, self.host.values(layer, head).dim)
+            groups = len(self._of_head(layer, head).sizes)
+            step = rows_at_once(groups, self.size * widest, lists.shape[2])
             for start in range(0, rows.shape[1], step):
                 part = slice(start, start + step)
                 selected = lists[head, list_of_row[part]]
@@ -165,11 +167,6 @@ class SampleEstimate(Tail):
                 state.out[head, part], state.lse[head, part], deviation[head, part] = own
         there = (part.to(queries.vectors.device) for part in (*state, deviation))
         return Estimate(*there)
-
-    def _width(self, layer: int, head: int) -> int:
-        """Numbers in memory for each row: some for each cluster, and the keys and values of the draws."""
-        widest = max(self.host.keys(layer, head).dim, self.host.values(layer, head).dim)
-        return max(len(self._of_head(layer, head).sizes), self.size * widest)
 
     def _of_head(self, layer: int, head: int) -> "_Clusters":
         if (layer, head) not in self._clusters:
@@ -225,6 +222,13 @@ class SampleEstimate(Tail):
         return tokens, (chance / size).log().float().masked_fill(none, torch.inf)
 
 
+def rows_at_once(groups: int, drawn: int, selected: int) -> int:
+    """Rows of a head that are estimated together: each meets every group, the numbers of the keys and values
+    that it has `drawn`, and the tokens that the others selected.
+    """
+    return max(1, min(SCORES // max(groups, drawn), isqrt(SCORES // max(1, selected))))
+
+
 class _Clusters(NamedTuple):
     """The groups of a head's summaries: `means [C, D]`, `sizes [C]`, the cluster of each key, `labels [N]`,
     the keys in the order of their clusters, `members [N]`, and the place of each key among these,
@@ -236,6 +240,11 @@ class _Clusters(NamedTuple):
     labels: Tensor
     members: Tensor
     places: Tensor
+
+    @staticmethod
+    def bytes_of(n: int, dim: int) -> int:
+        """Of `n` keys, groups being of as many as they are on average."""
+        return groups_of(n) * 4 * (dim + 1) + 3 * 4 * n
 
     @classmethod
     def of(cls, index: ClusteredIndex) -> "_Clusters":
@@ -262,15 +271,10 @@ DRAWS = 256
 _MOST = 1 << 16
 
 
-def create(selector: Selector) -> Tail | None:
-    """The estimate that a selector's option `tail` names: `off` (None), `auto` (clusters, where the index
-    that is searched has them), `clusters`, `sample` or `sample:512`. Raises `ConfigError` for others.
-    """
-    option, host = selector.options.tail, selector.host
-    if option == OFF:
-        return None
+def parse(option: str) -> tuple[str, int]:
+    """The way that an option `tail` names, and the draws of `sample`. Raises `ConfigError`."""
     name, colon, number = option.partition(":")
-    if name not in (AUTO, CLUSTERS, SAMPLE) or (colon and name != SAMPLE):
+    if name not in (OFF, AUTO, CLUSTERS, SAMPLE) or (colon and name != SAMPLE):
         raise ConfigError(
             f"tail '{option}' is unknown: choose {OFF}, {AUTO}, {CLUSTERS} or {SAMPLE}, this with a number "
             "of draws as in sample:512"
@@ -280,11 +284,46 @@ def create(selector: Selector) -> Tail | None:
         raise ConfigError(
             f"tail '{option}' needs a whole number from 2 to {_MOST} after the colon, as in sample:{DRAWS}"
         )
+    return name, int(number or DRAWS)
+
+
+def held_bytes(option: str, n: int, dim: int, built: bool) -> int:
+    """Bytes of memory that an estimate keeps of a KV head of `n` keys `[dim]` from its first use on. built:
+    the clusters are there, on the disk. Raises as `parse`.
+    """
+    name, _ = parse(option)
+    if name in (OFF, AUTO):
+        return 0
+    made = 0 if built else ClusteredIndex.untuned_bytes(n, dim)
+    return made + (_Clusters.bytes_of(n, dim) if name == SAMPLE else 0)
+
+
+def working_bytes(option: str, n: int, dims: tuple[int, int], stored: int, rows: int, k: int) -> int:
+    """Bytes that it takes to estimate once, for `rows` queries of one KV head that select `k` tokens each.
+    dims: of a key and a value; stored: the bytes of both. Raises as `parse`.
+    """
+    name, draws = parse(option)
+    if name != SAMPLE:
+        return 0  # compiled loops hold a few numbers for each group
+    groups, floats = groups_of(n), 4 * sum(dims)
+    together = min(rows, rows_at_once(groups, draws * max(dims), k))
+    # Seven float64 for each group, the draws' keys and values as they are stored and as floats, and six int64
+    # for each of the draws and of the selected tokens.
+    return together * (7 * 8 * groups + draws * (stored + floats) + 6 * 8 * (draws + k))
+
+
+def create(selector: Selector) -> Tail | None:
+    """The estimate that a selector's option `tail` names: `off` (None), `auto` (clusters, where the index
+    that is searched has them), `clusters`, `sample` or `sample:512`. Raises `ConfigError` for others.
+    """
+    (name, draws), host = parse(selector.options.tail), selector.host
+    if name == OFF:
+        return None
     searched = selector.indexes if isinstance(selector, TopK) else None
     if searched is None or (name != AUTO and searched.kind != "clusters"):
         searched = HeadIndexes(host.store, AUTO)
     if name == SAMPLE:
-        return SampleEstimate(host, searched, int(number or DRAWS))
+        return SampleEstimate(host, searched, draws)
     if name == AUTO and searched.kind != "clusters":
         return None
     return ClusterEstimate(host, searched, built=name == AUTO)

@@ -25,7 +25,7 @@ from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import Machine, plan
 from offload_decode.planning.proposals import nearest, nearest_prefill
-from offload_decode.planning.sizes import Workload
+from offload_decode.planning.workload import Workload
 from offload_decode.prefill_jobs.job import Settings, prefill
 from tests.models import few_bits
 

@@ -23,7 +23,7 @@ from offload_decode.planning.caps import (
     planned_ask,
     size,
 )
-from offload_decode.planning.plan import CUDA_BYTES, Machine
+from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium
 from offload_decode.selectors.budgets import PASS_TOKENS, WHOLE_QUESTION
 from offload_decode.store.format import Manifest, stored_types
 from tests.planning.estimates import llama_8b
@@ -85,6 +85,23 @@ def test_the_index_that_is_counted_is_the_one_that_is_searched():
 
     assert taken("clusters") == taken("clusters", index="auto") == taken("flat", index="clusters")
     assert taken("flat") == taken("clusters", index="flat") != taken("clusters")
+
+
+def test_a_tail_that_does_not_fit_is_refused_with_one_that_does():
+    def refused(ram, **options):
+        with pytest.raises(DoesNotFit) as refused:
+            asking(estimate_size("demo"), replace(CPU, options=options), Caps(ram=ram), index="clusters")
+        return str(refused.value)
+
+    listed = refused(MIB, tail="sample")
+    assert "unselected tokens" in listed
+    assert re.search(r"with .*-s topk -o tail=off, the least, it is --ram \d+MiB$", listed)
+    # Of the means that lie beside the built clusters nothing is held.
+    assert "unselected tokens" not in refused(MIB, tail="clusters", index="flat")
+    need = planned_ask(estimate_size("demo"), manifest(), CPU, Caps(), HELD, index="clusters")
+    enough = sum(part.bytes for part in need.asking if part.place is Medium.RAM) + MIB
+    asking(estimate_size("demo"), CPU, Caps(ram=enough), index="clusters")
+    assert refused(enough, tail="sample").endswith("what fits is -o tail=clusters")
 
 
 def test_a_prefill_beyond_a_cap_is_refused_with_a_chunk_that_fits():

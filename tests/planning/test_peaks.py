@@ -22,7 +22,7 @@ from offload_decode.common.memory import own_memory
 from offload_decode.models.loading import load
 from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning.plan import Machine, Medium, plan
-from offload_decode.planning.sizes import Workload
+from offload_decode.planning.workload import Workload
 from offload_decode.types import Document
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_tokens

@@ -19,9 +19,8 @@ from offload_decode.planning.proposals import (
     nearest_prefill,
     prefill_chunk,
 )
-from offload_decode.planning.sizes import (
-    CARD_CHUNKS,
-    CPU_CHUNK,
+from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK
+from offload_decode.planning.workload import (
     KV,
     OWN,
     SELECTORS,
@@ -74,7 +73,9 @@ requests = st.builds(
     weights=st.sampled_from(WEIGHTS),
     selector=st.sampled_from([one for one in SELECTORS if one != OWN]),  # which these models do not have
     budget=st.sampled_from(["64", "1024", "2%"]),
+    tail=st.sampled_from(["auto", "off", "clusters", "sample", "sample:2"]),
     index=st.sampled_from(registry.BUILT_IN),
+    clusters=st.booleans(),
     page_size=st.sampled_from([2, 16, 100]),
     metadata=st.sampled_from(PAGE_METADATA),
 )

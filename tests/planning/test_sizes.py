@@ -13,7 +13,7 @@ from offload_decode.models.quantization import quantize_on_gpu
 from offload_decode.models.size_estimate import estimate_of, estimate_size
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import Machine, Medium, plan, traffic
-from offload_decode.planning.sizes import KV, Workload
+from offload_decode.planning.workload import KV, Workload, search_bytes, staged_bytes
 from offload_decode.selectors.base import SelectorOptions
 from offload_decode.store.format import stored_types
 from offload_decode.types import IndexShape, LayerKind, LayerShape, ModelShape, StateShape
@@ -131,11 +131,11 @@ def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
         copied.fetch(part, stored, [np.arange(n)] * 2, StepStats())
     held = sum(len(buffer._memory) for buffer in copied._staging)
     request = Workload(n, index="flat")
-    assert sizes.staged_bytes(model, request) == held
+    assert staged_bytes(model, request) == held
     hot = HotRows(1000)
     kept = sum(part.nbytes for part in (hot._owner, hot._table, hot._older, hot._newer))
     cached = replace(request, device_cache=1000 * stored[0].row_bytes)
-    assert sizes.staged_bytes(model, cached) - held == pytest.approx(kept, rel=0.01)
+    assert staged_bytes(model, cached) - held == pytest.approx(kept, rel=0.01)
 
 
 def test_page_bounds_are_as_large_as_quests():
@@ -222,5 +222,5 @@ def test_what_an_error_bound_draws_is_copied():
     """Of 12,000 tokens 1,024 rows of each head, and 4,096 where these do not suffice."""
     model, request = llama_8b(), Workload(12_000, budget="4096")
     bounded = replace(request, error="0.05@0.95")
-    more = sizes.search_bytes(model, bounded, 2) - sizes.search_bytes(model, request, 2)
+    more = search_bytes(model, bounded, 2) - search_bytes(model, request, 2)
     assert more == (1024 + 4096) * 32 * 8 * 2 * 2 * 128
