@@ -1,10 +1,11 @@
-"""What sharing the scan of a base could save: `python -m benchmarks.one_base MODEL STORE [--steps N]`.
+"""What several stores cost beside one: `python -m benchmarks.one_base MODEL STORE [--steps N]`.
 
 N conversations take steps of one token in packed passes: on N stores that were opened each by itself, as the
 children of one base are, and all on the one store, whose searches they share. The difference is the most that
-children could save by sharing a base of that length, as what each has of its own is left out. Prints
-milliseconds of processor time (user and system) a step, medians of rounds in which the ways take turns, and
-the bytes of the indexes: 4-bit keys, moments and means, which a search may read.
+children could save by sharing the scan of a base of that length, as what each has of its own is left out.
+Prints milliseconds of processor time (user and system) a step, medians of rounds in which the ways take
+turns, those of the clock in the search and the attention to what it finds, and the bytes of the indexes:
+4-bit keys, moments and means, which a search may read.
 """
 
 import time
@@ -34,10 +35,10 @@ def main(model: str, store: str, steps: int) -> None:
         together = asked([engines[0]] * number)
         taken = [[step(apart), step(together)] for _ in range(steps)]
         by_way = [1e3 * median(own) for own in zip(*taken, strict=True)]
-        searched = [search_share(own, 3) for own in (apart, together)]
+        searched = [searching(own, 3) for own in (apart, together)]
         saved = f"{100 * (1 - by_way[1] / by_way[0]):.1f} %"
         rows.append([str(number), *(f"{ms:.1f}" for ms in by_way), saved, *searched])
-    heads = ["conversations", "N stores, ms", "one store, ms", "saved", "in search, N stores", "one store"]
+    heads = ["conversations", "N stores, ms", "one store, ms", "saved", "in search, N", "in search, one"]
     print(table(heads, rows))
 
 
@@ -57,14 +58,14 @@ def step(conversations: Sequence[Conversation]) -> float:
     return time.process_time() - began
 
 
-def search_share(conversations: Sequence[Conversation], steps: int) -> str:
-    """The share of the clock's time that the search takes."""
+def searching(conversations: Sequence[Conversation], steps: int) -> str:
+    """Milliseconds of the clock in the search of a step, and in the attention to what it found."""
     for own in conversations:
         own.prefix.take_stats()
     for _ in range(steps):
         step(conversations)
     stats = [own.prefix.take_stats() for own in conversations]
-    return f"{100 * sum(own.search_s for own in stats) / sum(own.total_s for own in stats):.0f} %"
+    return f"{1e3 * sum(own.search_s + own.attend_s for own in stats) / steps:.1f}"
 
 
 if __name__ == "__main__":

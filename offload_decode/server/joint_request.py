@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.collections.together import notes
+from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.engine.batching import Turn
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Evidence
@@ -134,12 +135,16 @@ class JointRequest(RunningRequest):
                 share -= take
         return turns
 
-    def ended(self) -> Done:
+    def ended(self, over: OffloadDecodeError | None = None) -> Done:
         joint, joining = self.joint, self.joining
+        if over is not None and joining.attended:
+            raise over  # a draft, whose passages are all that it is for
         shares, cited = joint.shares(), None
-        if self._cites:
+        if over is not None:
+            self._notes = (f"what it attended to is not told: {over}",)
+        elif self._cites:
             cited = tuple(joint.attended()) if joining.attended else joint.citations()
-        told = joining.joined(shares), joining.notes(shares)
+        told = joining.joined(shares), (*joining.notes(shares), *self._notes)
         return Done(self.usage, self.stats, cited, (), *told)
 
     def turns_run(self) -> list[tuple[PrefixKey, Conversation]]:

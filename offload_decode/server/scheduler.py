@@ -122,7 +122,7 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify()
-            self._changed.wait_for(lambda: not (self._running or self._waiting), grace_s)
+            self._changed.wait_for(lambda: not (self._running or self._waiting or self._ended), grace_s)
             self._stopped = True
             self._changed.notify()
         self._thread.join(timeout=60)
@@ -193,8 +193,8 @@ class Scheduler:
         if time.perf_counter() <= running.deadline:
             return None
         limit = running.deadline - running.submitted
-        if running.checking:
-            return TimedOut(f"its {limit:g} seconds were over")
+        if running.checking or running in self._ended:
+            return TimedOut(f"the limit of {limit:g} seconds was reached")
         return TimedOut(f"the answer was not whole after {limit:g} seconds")
 
     def _admit(self) -> None:
@@ -273,9 +273,8 @@ class Scheduler:
     def _end(self, running: RunningRequest) -> None:
         """Cache the turn, and find its citations, or its passages."""
         try:
-            if running.ends_later and (over := self._over(running)) is not None:
-                raise over
-            done = None if running.cancelled else running.ended()
+            over = self._over(running) if running.ends_later else None
+            done = None if running.cancelled else running.ended(over)
             for key, conversation in running.turns_run():
                 conversation.prefix.watches = ()
                 self.prefix_cache.keep(key, conversation)

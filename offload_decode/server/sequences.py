@@ -228,11 +228,17 @@ class RunningRequest:
             if one.finish is None
         ]
 
-    def ended(self) -> Done:
-        """What is told in the end, once all answers are whole. Citations may take a pass."""
+    def ended(self, over: OffloadDecodeError | None = None) -> Done:
+        """What is told in the end, once all answers are whole. Citations may take a pass, and are left out
+        where there is no time for it (`over`); passages are all that was asked for, and `over` is raised then.
+        """
         start, watch = self.target.start, self.watch
         if watch is not None and (most := self.request.passages):
+            if over is not None:
+                raise over
             return Done(self.usage, self.stats, passages=start.found(watch, most))
+        if over is not None and watch is not None:
+            watch, self._notes = None, (*self._notes, f"what it attended to is not told: {over}")
         cited = None if watch is None else start.cited(watch)
         again = None if self._second is None else self._second.found
         return Done(self.usage, self.stats, cited, notes=self._notes, checked=again)

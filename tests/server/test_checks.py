@@ -11,9 +11,10 @@ import pytest
 from offload_decode.common.errors import DoesNotFit
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.second_pass import SecondPass
-from offload_decode.server.requests import Busy, Ended, TimedOut, TooLarge, WrongField
+from offload_decode.server.requests import Ended, TimedOut, TooLarge, WrongField
 from offload_decode.server.sequences import RunningRequest
-from tests.server.conftest import ask
+from offload_decode.server.service import SearchRequest
+from tests.server.conftest import Listener, ask
 from tests.server.test_catalog import until
 
 
@@ -76,7 +77,7 @@ def test_a_check_ends_at_the_deadline_and_the_answer_is_given(service, endless):
     assert heard.error is None
     assert (heard.done.checked, heard.done.notes) == (
         None,
-        ("it was not checked: its 0.001 seconds were over",),
+        ("it was not checked: the limit of 0.001 seconds was reached",),
     )
 
 
@@ -153,4 +154,28 @@ def test_citations_are_not_looked_for_when_the_time_is_over(serve, over):
     else:
         service.scheduler._stopped = True
     may.set()
-    assert isinstance(listener.all().error, TimedOut if over == "time" else Busy)
+    done = listener.all().done
+    assert (done.usage.completion, done.citations) == (2, None)
+    reason = "the limit of" if over == "time" else "the server is being stopped"
+    assert done.notes[0].startswith(f"what it attended to is not told: {reason}")
+
+
+def test_a_server_that_stops_waits_for_citations_within_its_grace_period(serve):
+    service, may = serve(), threading.Event()
+    service.scheduler._citing.submit(may.wait)
+    listener = ask(service, tokens=2, cite=True)
+    until(lambda: service.scheduler._ended)
+    threading.Timer(0.5, may.set).start()
+    service.scheduler.close(grace_s=60)
+    assert listener.all().done.citations
+
+
+def test_passages_are_all_that_a_search_is_for(serve):
+    service, may = serve(), threading.Event()
+    service.scheduler._citing.submit(may.wait)
+    listener = Listener()
+    service.search(SearchRequest("id", "book", question="Why is it so?", most=4, deadline_s=1000), listener)
+    until(lambda: service.scheduler._ended)
+    service.scheduler._ended[0].deadline = 0.0
+    may.set()
+    assert isinstance(listener.all().error, TimedOut)
