@@ -129,7 +129,8 @@ class ServerAnswer:
     def notes(self, wanted: AnswerOptions) -> Iterator[str]:
         """What the server remarks, and that it gave no check where one was wanted."""
         yield from self.warnings
-        if wanted.check and self.checked is None and not self.warnings:
+        told = any(one.startswith("it was not checked") for one in self.warnings)
+        if wanted.check and self.checked is None and not told:
             yield "The answer was not checked: the server runs a release that does not know --check."
 
     def describe(self, seconds: float) -> str:

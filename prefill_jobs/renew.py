@@ -168,7 +168,7 @@ def compared(
     # Of a store on a store on a store, all of the first one's are no fewer.
     ends = [base.tokens for base in bases_of(earlier)] if gone else []
     bases = [{one.name for one in earlier.documents if one.start < end} for end in ends]
-    if (2 * len(gone) > len(before) or any(base.issubset(gone) for base in bases)) and not drop:
+    if (2 * len(gone) > len(before) or any(base and base.issubset(gone) for base in bases)) and not drop:
         raise ConfigError(
             f"{earlier.path} would lose {len(gone):,} of its {len(before):,} documents, such as {gone[0]}, "
             'which the corpus does not have: give all of the corpus, or --drop (over HTTP "drop": true)'

@@ -24,8 +24,11 @@ from offload_decode.types import AttentionState
 
 
 def joins(prefix: StoredPrefix) -> bool:
-    """Whether a prefix may stand beside others: it searches in one compiled call."""
-    return isinstance(prefix.one_pass, OnePass)
+    """Whether a prefix may stand beside others: it searches in one compiled call, and its model has no
+    indexer of its own, which asks for each prefix. One of a class that is derived may attend elsewhere.
+    """
+    own = type(prefix) is StoredPrefix and isinstance(prefix.one_pass, OnePass)
+    return own and prefix.selector.shape.index is None
 
 
 class SideBySide:
@@ -74,12 +77,14 @@ class SideBySide:
                 if isinstance(own := prefix.one_pass, OnePass)
             ]
             found = attend_beside(layer, calls)
-            seconds = (time.perf_counter() - began) / len(found)
+            rows = [asked.vectors.shape[1] for asked in queries]
+            served = sum(own for own, attended in zip(rows, found, strict=True) if attended is not None)
+            seconds = (time.perf_counter() - began) / max(1, served)
             for prefix, asked, attended in zip(self._prefixes, queries, found, strict=True):
                 if attended is None:
                     states.append(prefix.finish(layer, asked))
                 else:
-                    prefix.record(layer, asked, attended, seconds)
+                    prefix.record(layer, asked, attended, seconds * asked.vectors.shape[1])
                     states.append(by_head(attended.state, asked))
         out, lse = zip(*states, strict=True)
         return AttentionState(torch.cat(out, dim=2), torch.cat(lse, dim=2))

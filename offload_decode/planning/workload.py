@@ -209,7 +209,9 @@ def unselected_bytes(estimate: SizeEstimate, request: Workload) -> int:
     if not k or not request.estimated:
         return 0
     layers = sum(own is not None for own in request.budgets(shape).values())
-    built, rows = request.clusters or request.index == DEFAULT, request.searched(shape)
+    # Of the selectors topk alone has them in the index already.
+    built = request.clusters or (request.selector == "topk" and request.index == DEFAULT)
+    rows = request.searched(shape)
     kept = unselected.held_bytes(request.tail, n, shape.head_dim, built)
     stored = sum(row_bytes(shape, request.kv, estimate.dtype))
     dims = shape.head_dim, shape.value_dim

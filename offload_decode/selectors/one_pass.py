@@ -94,7 +94,11 @@ class OnePass:
         k = budget.largest
         found = selector.indexes.layer(layer, heads)
         ready = self._ready.get((layer, rows, k))
-        if ready is None or ready.of is not found:  # or another kind has taken the place of a damaged index
+        if ready is None or ready.of is not found:
+            # Another kind may have taken the place of a damaged index, which nobody is to hold then.
+            for key, own in list(self._ready.items()):
+                if key[0] == layer and own.of is not found:
+                    self._ready.pop(key, None)
             ready = self._ready[layer, rows, k] = self._prepared(layer, found, rows, k)
         return ready if ready.search is not None else None
 

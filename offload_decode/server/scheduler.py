@@ -56,7 +56,7 @@ class Scheduler:
         self._ended: list[RunningRequest] = []  # whole, and not told yet
         self._pace: dict[str, float] = {}  # seconds for a token of a prompt, by model
         self._changed = threading.Condition()
-        self._closing = self._stopped = False
+        self._closing = self._stopped = self._full = False  # full: there was no room for who waits longest
         # What follows an answer keeps no other waiting, nor do ends that take passes keep those that do not.
         self._ending, self._citing = ThreadPoolExecutor(1, "ending"), ThreadPoolExecutor(1, "citing")
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
@@ -142,7 +142,7 @@ class Scheduler:
                 patience = IDLE_S
                 if not self._running and not self._waiting:
                     return
-                if not self._running and self._ended:  # which may hold the room that the next one needs
+                if self._full and not self._running and self._ended:  # which have the room that it needs
                     self._changed.wait(ROOM_S)
             try:
                 self._step()
@@ -199,6 +199,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Begin waiting requests, in their order, as far as there is room."""
+        self._full = False
         while True:
             with self._changed:
                 if not self._waiting:
@@ -209,6 +210,7 @@ class Scheduler:
                     sum(one.width for one in together) > self.settings.max_running
                     or sum(one.bytes for one in together) > self.settings.running_bytes
                 ):
+                    self._full = True
                     return
                 self._running.append(self._waiting.popleft())
             try:
@@ -259,7 +261,8 @@ class Scheduler:
             stats.add(cost)
         tokens = sum(len(each.turn.tokens) or 1 for each in turns)  # at least the pending one
         self.metrics.passed(len(turns), tokens, seconds, stats)
-        if tokens - len(turns) >= LEAST_SHARE:
+        checks = any(each.request.checking for each in turns)  # which attend to all that is stored
+        if tokens - len(turns) >= LEAST_SHARE and not checks:
             model = turns[0].request.target.loaded.model_id
             self._pace[model] = 0.5 * self._pace.get(model, seconds / tokens) + 0.5 * seconds / tokens
         for each, one in zip(turns, logits, strict=True):

@@ -135,7 +135,8 @@ class RunningRequest:
         self._cites = (request.cite or request.passages > 0) and target.stored
         self._checks = request.check and target.stored
         self._second: SecondPass | None = None  # of its answer, once that is whole
-        self._notes: tuple[str, ...] = ()
+        bare = request.check and not target.stored
+        self._notes: tuple[str, ...] = ("it was not checked: nothing is stored",) if bare else ()
         self._evidence = Evidence()
         self._emit = emit
         self.followed = followed
@@ -230,7 +231,7 @@ class RunningRequest:
 
     def ended(self, over: OffloadDecodeError | None = None) -> Done:
         """What is told in the end, once all answers are whole. Citations may take a pass, and are left out
-        where there is no time for it (`over`); passages are all that was asked for, and `over` is raised then.
+        where there is no time for it (`over`). Passages are all that was asked for: `over` is raised then.
         """
         start, watch = self.target.start, self.watch
         if watch is not None and (most := self.request.passages):
@@ -301,6 +302,8 @@ class RunningRequest:
         """The prompt is whole: the first token of each answer."""
         request, first = self.request, self.conversation
         if not (most := self._most):
+            if self._checks:
+                self.leave_unchecked("it has no tokens")
             for index in range(request.n):
                 self.emit(Ended(index, "length"))
             return

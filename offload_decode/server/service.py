@@ -305,7 +305,7 @@ class Service:
         if asked.check and asked.n > 1:
             raise WrongField("one answer is checked, and here are several: leave n or check out", "check")
         targets = target.targets if isinstance(target, Joining) else (target,)
-        width = target.width if isinstance(target, Joining) else asked.n
+        width = target.width if isinstance(target, Joining) else asked.n + asked.check  # which is one more
         wanted = replace(asked.generation, max_tokens=self._room(targets, width, len(tokens), asked))
         check_generation(targets[0].loaded, wanted)
         shared = {one.name: getattr(asked, one.name) for one in fields(AskOptions)}

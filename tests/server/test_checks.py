@@ -11,7 +11,7 @@ import pytest
 from offload_decode.common.errors import DoesNotFit
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.second_pass import SecondPass
-from offload_decode.server.requests import Ended, TimedOut, TooLarge, WrongField
+from offload_decode.server.requests import Delta, Ended, TimedOut, TooLarge, WrongField
 from offload_decode.server.sequences import RunningRequest
 from offload_decode.server.service import SearchRequest
 from tests.server.conftest import Listener, ask
@@ -30,7 +30,8 @@ def checking(service, **more):
     """Who hears of a request that is being checked, and the request."""
     listener = ask(service, tokens=2, check=True, **more)
     listener.until(Ended)
-    (running,) = [one for one in service.scheduler._running if one.checking]
+    until(lambda: any(one.checking for one in service.scheduler._running))
+    (running,) = service.scheduler._running
     return listener, running
 
 
@@ -50,6 +51,20 @@ def test_who_does_not_ask_for_a_check_gets_none_and_several_answers_are_refused(
     for more in ({"n": 2}, {"together": ("book", "notes")}):
         with pytest.raises(WrongField, match="check"):
             ask(service, check=True, **more)
+
+
+def test_a_model_without_a_store_has_nothing_to_check(service):
+    done = ask(service, "model", tokens=2, check=True).all().done
+    assert (done.checked, done.notes) == (None, ("it was not checked: nothing is stored",))
+
+
+def test_an_answer_as_long_as_there_is_room_leaves_some_for_its_check(serve):
+    service = serve(running_bytes=1 << 18)
+    listener = ask(service, tokens=-1, check=True)  # else: too large
+    listener.until(Delta)
+    (running,) = service.scheduler._running
+    assert 2 * running.bytes > service.settings.running_bytes / 2, "memory is what cuts it"
+    listener.ticket.cancel()
 
 
 def test_a_check_is_no_part_of_what_the_answer_cost(service):
