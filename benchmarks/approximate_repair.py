@@ -44,7 +44,7 @@ TOLD = "The keeper of the {thing} is {name}. "
 REFERS = "Every evening the keeper feeds {count} geese behind the chapel. "
 QUESTION = "\n\nQuestion: Who is the keeper of the {thing}?\nAnswer: The keeper of the {thing} is"
 REFERRED = "\n\nQuestion: Who feeds {count} geese every evening?\nAnswer: The {count} geese are fed by"
-FOLLOWING, ANSWER, CHUNK = 128, 8, 512  # tokens: that follow and are forced, of an answer, of a pass
+FOLLOWING, ANSWER, CHUNK = 128, 8, 256  # tokens: that follow and are forced, of an answer, of a pass
 MIDDLE = 0.3, 0.6  # between these shares of a stretch it is edited
 TOLERANCE = 1e-3  # of rotated keys, to the largest
 
@@ -54,10 +54,9 @@ Judged = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], bool]
 
 @dataclass(frozen=True)
 class Edit:
-    """A text before and after, what follows it in the file, and a question, with the name that is its answer
-    before and after; empty where there is none.
-    """
+    """A text before and after, what follows it, a question, and its answer before and after, or empty."""
 
+    kind: str
     before: str
     after: str
     following: str
@@ -81,7 +80,7 @@ def edits(text: str, number: int, characters: int) -> Iterator[Edit]:
         begin = one * (len(text) - needed) // max(1, number - 1)
         stretch, following = text[begin : begin + characters], text[begin + characters : begin + needed]
         at = int(draw.uniform(*MIDDLE) * characters)
-        end = re.compile(r"[.!?]\s+|\n").search(stretch, at)
+        end = re.compile(r"[.!?]\s+|\n\s*\n").search(stretch, at)
         if end is None:
             raise ConfigError(f"no sentence ends behind character {begin + at:,} of the text: give another")
         thing = draw.choice(PLACES)
@@ -89,13 +88,9 @@ def edits(text: str, number: int, characters: int) -> Iterator[Edit]:
         kind, count = KINDS[one % len(KINDS)], draw.randint(11, 99)
         old, new = "" if kind == "insert" else old, "" if kind == "delete" else new
         told, question = (TOLD + REFERS, REFERRED) if kind == "refer" else (TOLD, QUESTION)
-        before, after = (
-            stretch[: end.end()]
-            + (told.format(thing=thing, name=name, count=count) if name else "")
-            + stretch[end.end() :]
-            for name in (old, new)
-        )
-        yield Edit(before, after, following, question.format(thing=thing, count=count), old, new)
+        said = (told.format(thing=thing, name=name, count=count) if name else "" for name in (old, new))
+        before, after = (stretch[: end.end()] + own + stretch[end.end() :] for own in said)
+        yield Edit(kind, before, after, following, question.format(thing=thing, count=count), old, new)
 
 
 class Placed(DynamicLayer):  # type: ignore[misc]  # transformers is Any to mypy
@@ -112,25 +107,23 @@ class Placed(DynamicLayer):  # type: ignore[misc]  # transformers is Any to mypy
 
 @torch.no_grad()
 def run(loaded: LoadedModel, kv: Tensor, tokens: Sequence[int], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Run tokens at `rows` of KV `[layers, 2, Hkv, N, D]`, of which each sees what stands before it; the last
-    rows may lie beyond the KV. Logits `[T, V]`, and KV with that of the tokens in it.
+    """Run tokens, at least one, at `rows` of KV `[layers, 2, Hkv, N, D]`, where each sees what stands before;
+    the last rows may lie beyond the KV. Logits `[T, V]` of the last pass, and the KV with that of the tokens.
     """
-    logits, kv = [], torch.nn.functional.pad(kv, (0, 0, 0, max(0, int(rows[-1]) + 1 - kv.shape[-2])))
-    kv = kv.clone()
+    kv = torch.nn.functional.pad(kv, (0, 0, 0, max(0, int(rows[-1]) + 1 - kv.shape[-2]))).clone()
     for part in range(0, len(tokens), CHUNK):
         at = rows[part : part + CHUNK]
-        output = loaded.model(
+        logits = loaded.model(
             input_ids=torch.tensor([tokens[part : part + CHUNK]]),
             position_ids=at[None],
             attention_mask=(torch.arange(kv.shape[-2]) <= at[:, None])[None, None],
             **{cache_name(loaded.model): Cache(layers=[Placed(own, at) for own in kv])},
-        )
-        logits.append(output.logits[0])
-    return torch.cat(logits), kv
+        ).logits[0]
+    return logits, kv
 
 
 def behind(loaded: LoadedModel, kv: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Run tokens, at least one, behind the last of `kv`."""
+    """`run` behind the last of `kv`."""
     return run(loaded, kv, tokens, torch.arange(kv.shape[-2], kv.shape[-2] + len(tokens)))
 
 
@@ -140,8 +133,9 @@ def exact_kv(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
     whole = len(loaded.shape.full_layers) == len(loaded.shape.layers) and not first.latent
     if not (whole and hasattr(rotary, "inv_freq") and first.key_dim == first.value_dim):
         raise UnsupportedModel("not all layers keep rotated keys of all tokens: take a Llama or Qwen")
-    none = torch.empty(len(loaded.shape.layers), 2, first.kv_heads, 0, first.key_dim)
-    return behind(loaded, none, tokens)[1]
+    return behind(loaded, torch.empty(len(loaded.shape.layers), 2, first.kv_heads, 0, first.key_dim), tokens)[
+        1
+    ]
 
 
 def moved(loaded: LoadedModel, kv: Tensor, by: int) -> Tensor:
@@ -218,7 +212,7 @@ def judged(loaded: LoadedModel, edit: Edit) -> tuple[str, bool, dict[str, Judged
 
     def forced(kv: Tensor) -> tuple[Tensor, Tensor]:
         asked = behind(loaded, kv, question + told)[0]
-        return behind(loaded, kv, following)[0], asked[len(question) - 1 :]
+        return behind(loaded, kv, following)[0], asked[-len(told) - 1 :]
 
     true, found = forced(exact), {}
     for way, kv in made.items():
@@ -240,11 +234,9 @@ def main() -> None:
     loaded.model.set_attn_implementation("sdpa")
     found: list[dict[str, Judged]] = []
     facts: list[dict[str, Judged]] = []
-    for number, edit in enumerate(edits(options.text.read_text(), options.edits, options.characters)):
+    for edit in edits(options.text.read_text(), options.edits, options.characters):
         own, right, each = judged(loaded, edit)
-        print(
-            f"{KINDS[number % len(KINDS)]:8} from '{edit.old}' to '{edit.new}', exact KV: {own!r}", flush=True
-        )
+        print(f"{edit.kind}: '{edit.old}' to '{edit.new}', exact KV: {own!r}", flush=True)
         found.append(each)
         facts += [each] * right
     rows = []
