@@ -129,13 +129,11 @@ def behind(loaded: LoadedModel, kv: Tensor, tokens: Sequence[int]) -> tuple[Tens
 
 def exact_kv(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
     """The KV of a text, `[layers, 2, Hkv, N, D]`; raises `UnsupportedModel` where layers keep none such."""
-    rotary, first = getattr(loaded.model.base_model, "rotary_emb", None), loaded.shape.layers[0]
-    whole = len(loaded.shape.full_layers) == len(loaded.shape.layers) and not first.latent
-    if not (whole and hasattr(rotary, "inv_freq") and first.key_dim == first.value_dim):
+    rotary, shape = getattr(loaded.model.base_model, "rotary_emb", None), loaded.shape
+    whole = len(shape.full_layers) == len(shape.layers) and not shape.latent
+    if not (whole and hasattr(rotary, "inv_freq") and shape.head_dim == shape.value_dim):
         raise UnsupportedModel("not all layers keep rotated keys of all tokens: take a Llama or Qwen")
-    return behind(loaded, torch.empty(len(loaded.shape.layers), 2, first.kv_heads, 0, first.key_dim), tokens)[
-        1
-    ]
+    return behind(loaded, torch.empty(len(shape.layers), 2, shape.kv_heads, 0, shape.head_dim), tokens)[1]
 
 
 def moved(loaded: LoadedModel, kv: Tensor, by: int) -> Tensor:
