@@ -72,6 +72,8 @@ def fidelity(
     questions = tuple(map(question_from, question or [_QUESTION]))
     amounts = tuple(dict.fromkeys(amount.strip() for amount in budgets.split(",")))
     common = split_pairs(option or [])
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is no folder: name one, which is made where there is none")
     if (out / RESULT).exists():
         raise ConfigError(f"{out / RESULT} exists already: choose another --out, or remove it first")
 

@@ -86,6 +86,7 @@ def perplexity(
     announce_compiling()
     settings = shared.prefill_settings(prefill)
     haystack = shared.read_haystack(text)
+    file = shared.results_file(out, "perplexity")
     kinds = shared.index_kinds(contenders)
     stored = shared.how_stored(settings, kinds)
     bare = token_counts(windows)
@@ -95,8 +96,7 @@ def perplexity(
         grown = GrowingStore(loaded, Path(folder), plan.longest, settings, kinds)
         evaluation = Perplexity(loaded, plan, grown)
         shared.rehearse(contenders, loaded, haystack, settings)
-        out = out or Path("perplexity.jsonl")
-        results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
+        results = run(evaluation, loaded, file, lambda done, total: progress("prefill", done, total))
     shared.show(results, as_json, quiet, _text)
     if model in demo_models.NAMES:
         output.note(_DEMO, quiet)

@@ -117,7 +117,8 @@ def contenders(
     selector: Selectors = None, budgets: Budgets = "64,256,1024", option: CommonOptions = None
 ) -> tuple[Contender, ...]:
     """Every selector at every budget, beside dense attention, with the options that all have in common; one
-    that has a budget of its own keeps it. Raises `ConfigError` for what a selector would refuse.
+    that has a budget of its own, or an error to keep to, is taken once. Raises `ConfigError` for what a
+    selector would refuse.
     """
     common = split_pairs(option or [])
     if "budget" in common:
@@ -127,8 +128,10 @@ def contenders(
     for named in read_contenders(selector or ["topk"]):
         if named.selector == DENSE:
             continue
-        for amount in [named.options["budget"]] if "budget" in named.options else amounts:
-            way = Contender(named.selector, {**common, **named.options, "budget": amount})
+        own = {**common, **named.options}
+        given = [own] if own.keys() & {"budget", "error"} else [{**own, "budget": one} for one in amounts]
+        for options in given:
+            way = Contender(named.selector, options)
             checked_selector(way.selector, way.options)
             found[way.label] = way
     return tuple(found.values())
@@ -201,6 +204,7 @@ def ask_all(
     haystack = read_haystack(text)
     if how.stores is not None and how.stores.exists() and not how.stores.is_dir():
         raise ConfigError(f"--stores {how.stores} is no folder: name one, which is made where there is none")
+    out = results_file(how.out, suite)
     kinds = index_kinds(contenders)
     stored = how_stored(settings, kinds)
     controls, seeds = CONTROL_EVERY if how.control else 0, numbers(how.seeds)
@@ -219,9 +223,16 @@ def ask_all(
         if unfit:
             fit = [task for task in chosen if task.name not in unfit]
             evaluation = evaluated(plan, fit, loaded, haystack, stores)
-        out = how.out or Path(f"{suite}.jsonl")
         results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
     show(results, how.as_json, how.quiet, told)
+
+
+def results_file(out: Path | None, command: str) -> Path:
+    """Where results are written. Raises `ConfigError` before anything long where that is a folder."""
+    file = out or Path(f"{command}.jsonl")
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder: give --out a file, such as {file / command}.jsonl")
+    return file
 
 
 def prefill_settings(text: str) -> Settings:

@@ -84,6 +84,7 @@ def test_an_earlier_result_is_not_overwritten(store, tmp_path):
     earlier.write_text("mine")
     assert "choose another --out" in refused(2, "eval", "fidelity", store, "--out", tmp_path)
     assert earlier.read_text() == "mine"
+    assert "is no folder: name one" in refused(2, "eval", "fidelity", store, "--out", earlier)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,14 @@ def test_passkey_asks_at_the_lengths_that_are_given(home, out):
     assert read(out).header.configuration["contenders"] == ["dense", "quest:budget=16", "topk:budget=16"]
 
 
+def test_an_error_to_keep_to_takes_the_place_of_the_budgets(home, out):
+    small = ("--tasks", "niah_single_2", "--lengths", "400", "--limit", "1", "--budgets", "16,32", "-q")
+    ways = ("-s", "topk:error=0.05@0.95", "-s", "topk", "-s", "quest:budget=8")
+    done("eval", "ruler", "--model", home / "model", *small, *ways, "--out", out)
+    expected = ["dense", "topk:error=0.05@0.95", "topk:budget=16", "topk:budget=32", "quest:budget=8"]
+    assert read(out).header.configuration["contenders"] == expected
+
+
 def test_tasks_of_another_suite_are_refused():
     assert "there is no task 'vt' here" in refused(2, "eval", "aggregate", "--tasks", "vt")
     assert "--budgets" in refused(2, "eval", "ruler", "-o", "budget=3")
@@ -128,6 +136,9 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(tmp_path):
     assert "is too large" in refused(2, *asked, "--seeds", f"0,{2**70}")
     assert "is no folder" in refused(2, *asked, "--stores", tmp_path / "file")
     assert not (tmp_path / "run.jsonl").exists()
+    for command in ("ruler", "perplexity"):
+        said = refused(2, "eval", command, "--model", tmp_path / "none", "--out", tmp_path)
+        assert f"is a folder: give --out a file, such as {tmp_path / command}.jsonl" in said
 
 
 def test_questions_come_from_a_file_of_the_users(home, tmp_path):
