@@ -16,6 +16,7 @@ from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries, attend
 from offload_decode.attention.rows import tensor_view
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
@@ -95,10 +96,18 @@ def forced_passes(conversation: Conversation, tokens: Sequence[int]) -> Iterator
 def run_dense(
     loaded: LoadedModel, store: KVStore, question: str, tokens: int, progress: Callable[[], None]
 ) -> DenseRun:
-    """Answer with dense attention and keep what was asked; `progress` is called for each of the tokens."""
+    """Answer with dense attention and keep what was asked; `progress` is called for each of the tokens.
+
+    Raises `ConfigError` where the context has no room for so many.
+    """
     prefix = AttentionDemand(StoredPrefix.over(HostKV(store, loaded.device), loaded.shape, "dense", {}))
     engine = Engine(loaded, store, prefix)
     logits = [engine.ask(question)]
+    if (most := engine.most_new(tokens)) < tokens:
+        raise ConfigError(
+            f"{tokens:,} tokens do not fit behind store and question, where the context of this model ends "
+            f"after {most:,}: take fewer"
+        )
     progress()
     while len(logits) < tokens:
         logits.append(engine.extend([int(logits[-1].argmax())]))

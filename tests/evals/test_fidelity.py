@@ -52,6 +52,15 @@ def host(store: KVStore) -> HostKV:
     return HostKV(store, torch.device("cpu"))
 
 
+def test_answers_beyond_the_context_are_refused_before_they_begin(
+    loaded: LoadedModel, store: KVStore
+) -> None:
+    steps: list[None] = []
+    with pytest.raises(ConfigError, match=r"the context of this model ends after [\d,]+: take fewer"):
+        run_dense(loaded, store, QUESTION, 10**9, lambda: steps.append(None))
+    assert not steps
+
+
 @pytest.fixture(scope="module")
 def run(loaded: LoadedModel, store: KVStore) -> DenseRun:
     return run_dense(loaded, store, QUESTION, 5, lambda: None)
