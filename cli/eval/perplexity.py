@@ -10,7 +10,7 @@ from offload_decode import demo_models
 from offload_decode.cli import output
 from offload_decode.cli.eval import run as shared
 from offload_decode.cli.eval.run import Contenders, Out, PrefillMethod, text_option, token_counts
-from offload_decode.cli.options import Adapter, Device, Json, ModelToLoad, Quiet, Rope, option, with_groups
+from offload_decode.cli.options import Device, Json, ModelToLoad, Quiet, Rope, option, with_groups
 from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def perplexity(
     ] = False,
     prefill: PrefillMethod = "dense",
     rope: Rope = "",
-    adapter: Adapter = "",
+    adapter: shared.Adapter = "",
     out: Out = None,
     device: Device = "auto",
     as_json: Json = False,

@@ -42,6 +42,7 @@ Text = Annotated[str | None, text_option("The text around what is asked for")]
 Tasks = Annotated[str | None, option("NAME,…", "Tasks to ask.  [default: all]")]
 Lengths = Annotated[str, option("N,…", "Tokens of each text, in the model's own tokens.")]
 Limit = Annotated[int, option("N", "Questions for each task, length and seed.", min=1)]
+Adapter = Annotated[str, option("FOLDER", "A LoRA on the model, in PEFT's layout; see docs/models.md.")]
 PrefillMethod = Annotated[
     str,
     option(
@@ -73,7 +74,7 @@ class Asking:
     ] = "0"
     prefill: PrefillMethod = "dense"
     rope: opts.Rope = ""
-    adapter: opts.Adapter = ""
+    adapter: Adapter = ""
     stores: Annotated[
         Path | None,
         option(
