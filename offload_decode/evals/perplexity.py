@@ -238,7 +238,7 @@ def _texts(plan: PerplexityPlan, opening: Sequence[int], ids: Sequence[int]) -> 
         enough = own + (plan.places - 1) * apart
         raise ConfigError(
             f"'{plan.haystack.name}' has {len(ids):,} tokens, and {enough:,} are needed: take a longer text, "
-            "or fewer places or shorter lengths"
+            "or fewer places, a smaller chunk or shorter lengths"
         )
     starts = [place * step for place in range(plan.places)]
     return [np.array([*opening, *ids[start : start + own]], np.int32) for start in starts]
