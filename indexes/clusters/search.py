@@ -114,9 +114,7 @@ class Heads(NamedTuple):
 
 def beside(layers: Sequence[Heads]) -> Heads:
     """The heads of several stores, whose keys lie in rows of one form, one store behind the other."""
-    first, *others = layers
-    if not others:
-        return first
+    first = layers[0]
     parts, sizes, deviations = (np.concatenate(own) for own in list(zip(*layers, strict=True))[:3])
     return Heads(parts, sizes, deviations, first.row_bytes, first.layout)
 

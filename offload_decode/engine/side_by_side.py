@@ -54,7 +54,7 @@ class SideBySide:
         """As `StoredPrefix.begin`, of `query [1, H, T, D]`."""
         assert index is None, "models with an indexer of their own are not searched in one call"
         parts = zip(self._prefixes, torch.split(query, self._tokens, dim=2), strict=True)
-        queries = [prefix.queries(part, scaling, softcap).sent() for prefix, part in parts]
+        queries = [prefix.grouped(part, scaling, softcap).sent() for prefix, part in parts]
         return partial(self._finish, layer, queries)
 
     def attend_generated(

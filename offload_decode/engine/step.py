@@ -102,7 +102,7 @@ class StoredPrefix:
         It waits for no more than the launch of the kernels for generated tokens, and a thread of its own cost
         more than that saved (measured with a dozen launches of 6 µs). On a host the search has all cores.
         """
-        queries = replace(self.queries(query, scaling, softcap), index=index)
+        queries = replace(self.grouped(query, scaling, softcap), index=index)
         return partial(self.finish, layer, queries.sent())
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
@@ -145,7 +145,7 @@ class StoredPrefix:
         self, layer: int, query: Tensor, generated: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to the pages of the conversation that the selector chooses, if it does."""
-        queries = self.queries(query, scaling, softcap)
+        queries = self.grouped(query, scaling, softcap)
         with self.host.lock:
             selection = self.selector.select_generated(layer, queries, generated)
         if selection is None:
@@ -153,7 +153,7 @@ class StoredPrefix:
         keys, values = generated.view()
         return by_head(attend_selected(queries, keys[0], values[0], selection), queries)
 
-    def queries(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:
+    def grouped(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:
         """Of `query [B, H, T, D]`, by KV head."""
         batch, heads, tokens, dim = query.shape
         kv_heads = self._kv_heads
@@ -181,7 +181,8 @@ class StoredPrefix:
         selection = on_host(self.chosen.select(layer, queries))
         self.stats.search_s += time.perf_counter() - began
         state = self._attend_selected(layer, queries, selection)
-        self._tell(layer, queries, watched, selection, state)
+        for watch, last in zip(self.watches, watched, strict=True):
+            watch.see(layer, last, queries, selection, state)
         return state
 
     def record(
@@ -203,18 +204,8 @@ class StoredPrefix:
         if attended.stated is not None:
             self.stats.add_tail_error(attended.stated, rows)
             self.stats.whole_rows += attended.whole
-        self._tell(layer, queries, watched, attended.selection, attended.state)
-
-    def _tell(
-        self,
-        layer: int,
-        queries: Queries,
-        watched: Sequence[Tensor],
-        selection: Selection | PageSelection,
-        state: AttentionState,
-    ) -> None:
         for watch, last in zip(self.watches, watched, strict=True):
-            watch.see(layer, last, queries, selection, state)
+            watch.see(layer, last, queries, attended.selection, attended.state)
 
     def _attend_selected(
         self, layer: int, queries: Queries, selection: Selection | PageSelection

@@ -82,7 +82,9 @@ class OnePass:
         """None where this layer's heads are not all searched by their clusters, or where a number is not
         finite: the long way raises then.
         """
-        return attend_beside(layer, [(self, queries)])[0]
+        ready = self.prepared(layer, queries)
+        found = [] if ready is None else _called([(ready, queries)])
+        return found[0] if found else None
 
     def prepared(self, layer: int, queries: Queries) -> _Ready | None:
         """What a call needs, where one call does all."""
@@ -137,7 +139,6 @@ def _called(given: Sequence[tuple[_Ready, Queries]]) -> list[Attended]:
     """One call for all, which are of one kind; nothing where anything is missing or not finite."""
     first, queries = given[0]
     heads, rows, _ = queries.vectors.shape
-    vectors = [own.vectors.contiguous().numpy() for _, own in given]
     count = heads * len(given)
     shape = 1, count, rows
     best = Best(
@@ -148,10 +149,13 @@ def _called(given: Sequence[tuple[_Ready, Queries]]) -> list[Attended]:
     states = State.empty(count, rows, first.dim), State.empty(count, rows, first.dim)
     read, wrong = np.zeros((count, rows), np.int64), np.zeros(1, np.int64)
     spent = np.zeros((count * rows, 2), np.int64)
-    search = beside([own.search for own, _ in given if own.search is not None])
+    asking = queries.vectors.contiguous().numpy()
+    search, keys, values = first.search, first.keys, first.values
+    if len(given) > 1:
+        asking = np.concatenate([own.vectors.numpy() for _, own in given])
+        search = beside([own.search for own, _ in given if own.search is not None])
+        keys, values = (_rows_beside([getattr(own, name) for own, _ in given]) for name in ("keys", "values"))
     per_task = ClusteredIndex.per_task(count, rows)
-    keys, values = (_rows_beside([getattr(own, name) for own, _ in given]) for name in ("keys", "values"))
-    asking = vectors[0] if len(given) == 1 else np.concatenate(vectors)
     logits = Logits.of(queries.scaling, queries.softcap)
     how = search, per_task, asking, first.k, keys, values, logits, (ENTRIES, SPARSE)
     task = how, UNPREDICTED, best, states, first.estimates, read, wrong, spent
@@ -172,8 +176,6 @@ def _called(given: Sequence[tuple[_Ready, Queries]]) -> list[Attended]:
 def _rows_beside(layers: Sequence[LayerRows]) -> LayerRows:
     """The rows of several stores, of one form, one store behind the other."""
     first = layers[0]
-    if len(layers) == 1:
-        return first
     addresses, lengths = (np.concatenate(own) for own in list(zip(*layers, strict=True))[:2])
     return LayerRows(addresses, lengths, first.row_bytes, first.layout)
 

@@ -49,7 +49,7 @@ def attended(host, tokens=1, softcap=None, **options):
             prefix.one_pass = None
         elif prefix.one_pass is not None:
             own = prefix.one_pass
-            taken.append(own.attend(layer, prefix.queries(query, 0.3, softcap)))
+            taken.append(own.attend(layer, prefix.grouped(query, 0.3, softcap)))
         found.append((prefix.attend(layer, query, 0.3, softcap), prefix.take_stats(), taken))
     once, other = found
     for one, two in zip(once[0], other[0], strict=True):
@@ -88,14 +88,14 @@ def test_where_threads_share_a_head_it_is_searched_in_parts(host, monkeypatch):
     assert prefix_of(host).one_pass is not None
     shape = host.store.manifest.shape
     prefix = prefix_of(host)
-    queries = prefix.queries(torch.randn(1, shape.query_heads, 1, shape.head_dim), 0.3, None)
+    queries = prefix.grouped(torch.randn(1, shape.query_heads, 1, shape.head_dim), 0.3, None)
     assert prefix.one_pass.attend(shape.full_layers[0], queries) is None
 
 
 def test_what_is_not_finite_is_left_to_the_errors_of_the_parts(host):
     shape = host.store.manifest.shape
     prefix = prefix_of(host)
-    queries = prefix.queries(torch.randn(1, shape.query_heads, 1, shape.head_dim), 0.3, None)
+    queries = prefix.grouped(torch.randn(1, shape.query_heads, 1, shape.head_dim), 0.3, None)
     broken = replace(queries, vectors=torch.full_like(queries.vectors, np.nan))
     assert prefix.one_pass.attend(shape.full_layers[0], broken) is None
 
