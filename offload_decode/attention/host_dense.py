@@ -54,7 +54,7 @@ def attend_all(
         _attend_rows(query[:, start : start + TOGETHER], *layer, scaling, softcap)
         for start in range(0, rows, TOGETHER)
     ]
-    return parts[0] if len(parts) == 1 else joined(parts, 1)
+    return joined(parts, 1)
 
 
 def attend_groups(

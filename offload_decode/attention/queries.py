@@ -149,6 +149,8 @@ def merge_states(first: AttentionState, second: AttentionState) -> AttentionStat
 
 def joined(parts: Sequence[AttentionState], dim: int) -> AttentionState:
     """The states of rows that stand behind each other in a dimension."""
+    if len(parts) == 1:
+        return parts[0]
     out, lse = (torch.cat(part, dim) for part in zip(*parts, strict=True))
     return AttentionState(out, lse)
 

@@ -103,6 +103,13 @@ class LayerRows(NamedTuple):
     layout: int
 
 
+def rows_beside(layers: Sequence[LayerRows]) -> LayerRows:
+    """The rows of several stores, of one form, one store behind the other."""
+    first = layers[0]
+    addresses, lengths = (np.concatenate(own) for own in list(zip(*layers, strict=True))[:2])
+    return LayerRows(addresses, lengths, first.row_bytes, first.layout)
+
+
 class HeadRows(tuple[Rows, ...]):
     """The keys or values of the heads of a layer, all stored in one way."""
 

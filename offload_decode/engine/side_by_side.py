@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.index_queries import IndexQueries
-from offload_decode.attention.queries import Queries
+from offload_decode.attention.queries import Queries, joined
 from offload_decode.engine.step import StoredPrefix, by_head
-from offload_decode.kv.generated import GeneratedKV
 from offload_decode.selectors.one_pass import OnePass, attend_beside
 from offload_decode.types import AttentionState
 
@@ -32,16 +31,12 @@ def joins(prefix: StoredPrefix) -> bool:
 
 
 class SideBySide:
-    """Implements `offload_decode.kv.generated.Prefix` for a packed pass: of its tokens, the first so many are
-    those of the first prefix, and so on. Each prefix keeps its own statistics and watches.
+    """Implements `offload_decode.kv.generated.Attendable` for a packed pass: of its tokens, the first so many
+    are those of the first prefix, and so on. Each prefix keeps its own statistics and watches.
     """
-
-    remembers = by_token = False
 
     def __init__(self, blocks: Sequence[tuple[StoredPrefix, int]]):
         self._prefixes, self._tokens = [prefix for prefix, _ in blocks], [tokens for _, tokens in blocks]
-        self.length = max(prefix.length for prefix in self._prefixes)
-        self.whole_generated = min(prefix.whole_generated for prefix in self._prefixes)
 
     def begin(
         self,
@@ -56,12 +51,6 @@ class SideBySide:
         parts = zip(self._prefixes, torch.split(query, self._tokens, dim=2), strict=True)
         queries = [prefix.grouped(part, scaling, softcap).sent() for prefix, part in parts]
         return partial(self._finish, layer, queries)
-
-    def attend_generated(
-        self, layer: int, query: Tensor, generated: GeneratedKV, scaling: float, softcap: float | None
-    ) -> AttentionState | None:
-        """All of the generated KV is attended to."""
-        return None
 
     def _finish(self, layer: int, queries: Sequence[Queries]) -> AttentionState:
         states = []
@@ -80,11 +69,10 @@ class SideBySide:
             rows = [asked.vectors.shape[1] for asked in queries]
             served = sum(own for own, attended in zip(rows, found, strict=True) if attended is not None)
             seconds = (time.perf_counter() - began) / max(1, served)
-            for prefix, asked, attended in zip(self._prefixes, queries, found, strict=True):
+            for prefix, asked, count, attended in zip(self._prefixes, queries, rows, found, strict=True):
                 if attended is None:
                     states.append(prefix.finish(layer, asked))
                 else:
-                    prefix.record(layer, asked, attended, seconds * asked.vectors.shape[1])
+                    prefix.record(layer, asked, attended, seconds * count)
                     states.append(by_head(attended.state, asked))
-        out, lse = zip(*states, strict=True)
-        return AttentionState(torch.cat(out, dim=2), torch.cat(lse, dim=2))
+        return joined(states, 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload_decode.attention.host_dense import attend_further
 from offload_decode.attention.index_queries import IndexQueries
 from offload_decode.attention.pages_reference import count_tokens
-from offload_decode.attention.queries import Queries, merge_states
+from offload_decode.attention.queries import Queries, joined, merge_states
 from offload_decode.attention.transfers import to_device
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.rows.arrays import Float32
@@ -123,8 +123,7 @@ class StoredPrefix:
                 end = start + int(step)
                 own = [seen[(seen >= start) & (seen < end)] - start for seen in watched]
                 states.append(self._attend_part(layer, queries.part(start, end), own))
-        out, lse = (torch.cat(own, dim=1) for own in zip(*states, strict=True))
-        return by_head(AttentionState(out, lse), queries)
+        return by_head(joined(states, 1), queries)
 
     def attend_token(
         self, layer: int, query: Float32, generated: GeneratedKV, scaling: float, softcap: float | None

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.index_queries import IndexQueries
+from offload_decode.attention.queries import joined
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.cache_layers import (
@@ -26,7 +27,7 @@ from offload_decode.hf.cache_layers import (
     PassLayer,
     WindowLayer,
 )
-from offload_decode.kv.generated import Prefix
+from offload_decode.kv.generated import Attendable
 from offload_decode.types import AttentionState
 
 
@@ -40,7 +41,7 @@ class Segment(NamedTuple):
 class Block(NamedTuple):
     """The next `tokens` of a pass, of one segment or of several, that `prefix` stands before."""
 
-    prefix: Prefix
+    prefix: Attendable
     tokens: int
 
 
@@ -175,10 +176,10 @@ class PackedLayer(PassLayer):
         stored = [] if asked is None else [finish() for finish in finishes]
         seen = self._seen(index)
         parts = zip(self.generated_layers, torch.split(query, self.tokens, dim=2), seen, strict=True)
-        generated = _concatenated([_attend_generated(*part, scaling, softcap) for part in parts])
+        generated = joined([_attend_generated(*part, scaling, softcap) for part in parts], 2)
         self.unattended = False
         stored = stored or [finish() for finish in finishes]
-        return (generated, _concatenated(stored)) if stored else (generated,)
+        return (generated, joined(stored, 2)) if stored else (generated,)
 
     def _seen(self, index: Sequence[IndexQueries | None]) -> Sequence[Tensor | None]:
         """Which of its generated tokens a model's own indexer chose for each segment, bool `[1, 1, T, S]`."""
@@ -222,10 +223,3 @@ def _attend_generated(
             mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=keys.device)
             mask = mask.tril(keys.shape[2] - tokens)
     return attend_dense(query, keys, values, scaling, None if mask is None else mask[None, None], softcap)
-
-
-def _concatenated(states: Sequence[AttentionState]) -> AttentionState:
-    if len(states) == 1:
-        return states[0]
-    out, lse = zip(*states, strict=True)
-    return AttentionState(torch.cat(out, dim=2), torch.cat(lse, dim=2))

@@ -140,7 +140,25 @@ class GeneratedKV:
         self._shared = False
 
 
-class Prefix(Protocol):
+class Attendable(Protocol):
+    """What the tokens of a pass attend to beside the generated KV: a prefix, or several side by side."""
+
+    def begin(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        index: IndexQueries | None = None,
+    ) -> Callable[[], AttentionState]:
+        """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
+        all of it. `index`: what the model's own indexer asks for the same tokens. Calling what is returned
+        finishes it: work that a device is given in between, such as the attention to the generated KV, runs
+        while the host searches.
+        """
+
+
+class Prefix(Attendable, Protocol):
     """What precedes the generated KV: a stored corpus (decoding) or its part written so far (prefill)."""
 
     @property
@@ -160,20 +178,6 @@ class Prefix(Protocol):
     @property
     def whole_generated(self) -> float:
         """Tokens of the generated KV up to which all of it is attended."""
-
-    def begin(
-        self,
-        layer: int,
-        query: Tensor,
-        scaling: float,
-        softcap: float | None,
-        index: IndexQueries | None = None,
-    ) -> Callable[[], AttentionState]:
-        """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
-        all of it. `index`: what the model's own indexer asks for the same tokens. Calling what is returned
-        finishes it: work that a device is given in between, such as the attention to the generated KV, runs
-        while the host searches.
-        """
 
     def attend_generated(
         self, layer: int, query: Tensor, generated: GeneratedKV, scaling: float, softcap: float | None

@@ -16,7 +16,7 @@ from numba import njit
 from offload_decode.attention.host_dense import merge_row
 from offload_decode.attention.host_tokens import ENTRIES, SPARSE, Logits, Named, State, attend_task
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.rows import LayerRows
+from offload_decode.attention.rows import LayerRows, rows_beside
 from offload_decode.common.rows.team import cells, closure, fork, now
 from offload_decode.indexes.base import VectorIndex
 from offload_decode.indexes.clusters.estimate import Given, estimate_task
@@ -127,9 +127,9 @@ def attend_beside(layer: int, asked: Sequence[tuple[OnePass, Queries]]) -> list[
     attended: list[Attended | None] = [None] * len(asked)
     for places in alike.values():
         given = [(own, asked[place][1]) for place in places if (own := ready[place]) is not None]
-        found: Sequence[Attended | None] = _called(given)
-        if not found:  # one of them is missing something, and the others are not
-            found = [next(iter(_called([each])), None) for each in given] if len(given) > 1 else [None]
+        found: Sequence[Attended | None] = _called(given) or [None]
+        if found == [None] and len(places) > 1:  # one of them is missing something, and others may not be
+            found = [one.attend(layer, queries) for one, queries in (asked[place] for place in places)]
         for place, one in zip(places, found, strict=True):
             attended[place] = one
     return attended
@@ -154,7 +154,7 @@ def _called(given: Sequence[tuple[_Ready, Queries]]) -> list[Attended]:
     if len(given) > 1:
         asking = np.concatenate([own.vectors.numpy() for _, own in given])
         search = beside([own.search for own, _ in given if own.search is not None])
-        keys, values = (_rows_beside([getattr(own, name) for own, _ in given]) for name in ("keys", "values"))
+        keys, values = (rows_beside([getattr(own, name) for own, _ in given]) for name in ("keys", "values"))
     per_task = ClusteredIndex.per_task(count, rows)
     logits = Logits.of(queries.scaling, queries.softcap)
     how = search, per_task, asking, first.k, keys, values, logits, (ENTRIES, SPARSE)
@@ -171,13 +171,6 @@ def _called(given: Sequence[tuple[_Ready, Queries]]) -> list[Attended]:
         tokens = int(read[own].sum())
         attended.append(Attended(state, selection, ids.size, tokens * values.row_bytes, searching))
     return attended
-
-
-def _rows_beside(layers: Sequence[LayerRows]) -> LayerRows:
-    """The rows of several stores, of one form, one store behind the other."""
-    first = layers[0]
-    addresses, lengths = (np.concatenate(own) for own in list(zip(*layers, strict=True))[:2])
-    return LayerRows(addresses, lengths, first.row_bytes, first.layout)
 
 
 @njit(nogil=True, cache=True)

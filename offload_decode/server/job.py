@@ -45,6 +45,7 @@ JOBS, LOCK, RECORD, STAGED = ".jobs", "lock", "job.json", ".partial"
 EXCHANGE = "exchange"
 NICE = 10
 """Answers go first: of a processor that both want, such a process gets one part in ten."""
+UNKNOWN = "something went wrong; the server's log says what"
 MOST_NOTES = 20
 """On documents, in the result of a job."""
 _LARGEST_RECORD = 64 << 20
@@ -227,7 +228,7 @@ def _listen(allowed: threading.Event) -> None:
 def reason_of(error: Exception) -> str:
     """Why a job failed, where the error has no sentence for its user."""
     reason = error.strerror if isinstance(error, OSError) else None
-    return reason or "something went wrong; the server's log says what"
+    return reason or UNKNOWN
 
 
 def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class JointRequest(RunningRequest):
             raise over  # a draft, whose passages are all that it is for
         shares, cited = joint.shares(), None
         if over is not None:
-            self._notes = (f"what it attended to is not told: {over}",)
+            self._leave_uncited(over)
         elif self._cites:
             cited = tuple(joint.attended()) if joining.attended else joint.citations()
         told = joining.joined(shares), (*joining.notes(shares), *self._notes)

@@ -18,6 +18,7 @@ from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import give_back
 from offload_decode.engine.batching import packing_key, run_turns
 from offload_decode.selectors.budgets import PASS_TOKENS
+from offload_decode.server.job import UNKNOWN
 from offload_decode.server.joint_request import Joining, JointRequest
 from offload_decode.server.loaded_models import Target
 from offload_decode.server.metrics import Metrics
@@ -29,7 +30,6 @@ from offload_decode.types import StepStats
 LOG = logging.getLogger("offload_decode.server")
 LEAST_SHARE = 16
 """Tokens of prompts in a step, however slow they are."""
-UNKNOWN = "something went wrong; the server's log says what"
 IDLE_S = 1.0
 """Seconds without a request after which freed memory goes back to the system."""
 ROOM_S = 0.1
@@ -301,9 +301,7 @@ class Scheduler:
         if not told:
             LOG.error("request %s failed", running.request.id, exc_info=error)
         if running.checking:
-            running.leave_unchecked(
-                str(error) if told else "something went wrong; the server's log says what"
-            )
+            running.leave_unchecked(str(error) if told else UNKNOWN)
             return
         self._leave(running)
         running.emit(Failed(error))

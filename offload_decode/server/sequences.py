@@ -239,10 +239,14 @@ class RunningRequest:
                 raise over
             return Done(self.usage, self.stats, passages=start.found(watch, most))
         if over is not None and watch is not None:
-            watch, self._notes = None, (*self._notes, f"what it attended to is not told: {over}")
+            self._leave_uncited(over)
+            watch = None
         cited = None if watch is None else start.cited(watch)
         again = None if self._second is None else self._second.found
         return Done(self.usage, self.stats, cited, notes=self._notes, checked=again)
+
+    def _leave_uncited(self, over: OffloadDecodeError) -> None:
+        self._notes = (*self._notes, f"what it attended to is not told: {over}")
 
     def spent(self, cost: StepStats) -> None:
         """One of its turns took so much; a check is no part of what the answer cost."""
