@@ -4,10 +4,10 @@ With `--texts FOLDER`, documents are written from these texts to the folder --ou
 made-up article is planted (`evals/tasks/made_up_articles.py`). Collect them as the script says, and run it
 again: its questions ask for one fact, for one of two documents together, and for facts that are nowhere.
 It prints how many answers hold the fact, or say that the text does not have it, the processor's time for each
-token, and how well words choose the documents. The same command goes on where it was stopped, and with more
---questions asks those of fewer first. Ways are `question` (no document), `top 1`, `join N` (all that join
-distributions, with weights of BM25), `heads N` (the same, with weights of the attention of --heads, which
-`benchmarks/choosing.py` chose), `read N` and `exact N`.
+token, how well `grounded` tells the ones from the others, and how well words choose the documents. The same
+command goes on where it was stopped, and with more --questions asks those of fewer first. Ways are `question`
+(no document), `top 1`, `join N` (all that join distributions, with weights of BM25), `heads N` (the same,
+with weights of the attention of --heads, which `benchmarks/choosing.py` chose), `read N` and `exact N`.
 """
 
 import json
@@ -18,16 +18,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.choosing import Head, log_sums, queries, shares
 from benchmarks.common import option_parser, table
+from benchmarks.grounded import auroc
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry
 from offload_decode.collections.together import EVEN, weights
+from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.joint import WAYS, Joint, behind_text
+from offload_decode.engine.joint import Joint, behind_text
+from offload_decode.engine.opinion_pools import WAYS
 from offload_decode.engine.reading import Reading
 from offload_decode.evals.tasks.base import insert, string_match
 from offload_decode.evals.tasks.made_up_articles import Asked, articles, questions
@@ -84,9 +89,9 @@ class Answers:
         )
         self.engines: dict[str, Engine] = {}
 
-    def __call__(self, way: str, question: str) -> Iterator[tuple[str, str, float]]:
-        """In a way, or in all that join distributions (`join`): its name, the text, and the milliseconds of
-        the processor that each token took, where they can be told.
+    def __call__(self, way: str, question: str) -> Iterator[dict[str, Any]]:
+        """In a way, or in all that join distributions (`join`): its name, what was said, the milliseconds of
+        the processor that each token took, and how grounded it is, where these can be told.
         """
         name, _, number = way.partition(" ")
         entries = [entry for entry, _ in self.collection.scored(question)[: int(number or 1)]]
@@ -100,21 +105,20 @@ class Answers:
             for own in WAYS:
                 joint = asked.fork()
                 joint.way = own
-                began = time.process_time()
-                tokens = list(joint.generate(logits, NEW))
-                ms = 1000 * (time.process_time() - began) / max(1, len(tokens))
-                yield f"{own} {number}{', heads' * (name == 'heads')}", engines[0].decode(tokens), ms
+                yield timed(f"{own} {number}{', heads' * (name == 'heads')}", joint, logits)
         elif name == "read":
-            yield way, Reading(engines).answer(put, given, NEW).text, 0.0
+            yield {"way": way, "said": Reading(engines).answer(put, given, NEW).text}
         elif name == "exact":
             stores = [self.collection.store(entry) for entry in sorted(entries)]
             with joined_store(stores, self.loaded) as whole:
-                yield way, Engine.open(whole, self.loaded).answer(put, NEW).text, 0.0
+                talk = Engine.open(whole, self.loaded).fork()
+                yield timed(way, talk, talk.ask(put))
         elif name == "top":
-            yield way, engines[0].answer(put, NEW).text, 0.0
+            talk = engines[0].fork()
+            yield timed(way, talk, talk.ask(put))
         else:
             alone = behind_text(engines[0], "")
-            yield way, alone.decode(list(alone.generate(alone.ask(put), NEW))), 0.0
+            yield timed(way, alone, alone.ask(put))
 
     def _attended(self, question: str, engines: Sequence[Engine]) -> list[float]:
         """A weight for each document: its share of the attention of the heads, if all lay in one context."""
@@ -131,6 +135,15 @@ class Answers:
         if entry.store not in self.engines:
             self.engines[entry.store] = Engine.open(self.collection.store(entry), self.loaded)
         return self.engines[entry.store]
+
+
+def timed(way: str, talk: Conversation | Joint, logits: torch.Tensor) -> dict[str, Any]:
+    """What a question that was put is answered."""
+    began = time.process_time()
+    tokens = list(talk.generate(logits, NEW))
+    ms = 1000 * (time.process_time() - began) / max(1, len(tokens))
+    first = talk.talks[0] if isinstance(talk, Joint) else talk
+    return {"way": way, "said": first.decode(tokens), "ms": ms, "grounded": talk.grounded}
 
 
 def chosen(collection: Collection, documents: int) -> str:
@@ -161,7 +174,7 @@ def chosen(collection: Collection, documents: int) -> str:
     )
 
 
-def rows(lines: list[dict[str, str | float]]) -> Iterator[list[str]]:
+def rows(lines: list[dict[str, Any]]) -> Iterator[list[str]]:
     """A row of the table for each way."""
     right, count = Counter[tuple[object, object]](), Counter[tuple[object, object]]()
     for line in lines:
@@ -170,9 +183,25 @@ def rows(lines: list[dict[str, str | float]]) -> Iterator[list[str]]:
         wanted = REFUSAL if line["kind"] == KINDS[-1] else str(line["answer"])
         right[key] += int(string_match((wanted,), str(line["said"])))
     for way in dict.fromkeys(line["way"] for line in lines):
-        times = [float(line["ms"]) for line in lines if line["way"] == way and line["ms"]]
+        own = [line for line in lines if line["way"] == way]
+        times = sorted(line["ms"] for line in own if "ms" in line)
         shown = [f"{right[way, kind]} of {count[way, kind]}" for kind in KINDS]
-        yield [str(way), *shown, f"{sorted(times)[len(times) // 2]:.0f}" if times else ""]
+        yield [str(way), *shown, f"{times[len(times) // 2]:.0f}" if times else "", *grounds(own)]
+
+
+def grounds(lines: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """How often an answer to a question for one fact is more grounded than one to a question for a fact that
+    is nowhere, and how many of the ones and of the others --only-grounded 0.5 lets through.
+    """
+    told, absent = (
+        [line["grounded"] for line in lines if line["kind"] == kind and line.get("grounded") is not None]
+        for kind in (KINDS[0], KINDS[-1])
+    )
+    if not told or not absent:
+        return "", "", ""
+    labels = np.repeat([1, 0], [len(told), len(absent)])
+    passed = (f"{sum(one >= 0.5 for one in each)} of {len(each)}" for each in (told, absent))
+    return f"{auroc(np.array([*told, *absent]), labels):.2f}", *passed
 
 
 def main() -> None:
@@ -206,13 +235,12 @@ def main() -> None:
             if (way, one.question) in there:
                 continue
             told = {"asked": way, "kind": kind, "question": one.question, "answer": one.answer}
-            new = [
-                told | {"way": own, "said": said, "ms": ms} for own, said, ms in answers(way, one.question)
-            ]
+            new = [told | said for said in answers(way, one.question)]
             with out.open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in new)
             lines += new
-    print(table(("way", *KINDS, "CPU ms a token"), list(rows(lines))))
+    header = "way", *KINDS, "CPU ms a token", "AUROC of grounded", "one fact passes", "no document passes"
+    print(table(header, list(rows(lines))))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def ask(
         together.check(stores, asked)
         if together.together is not None:
             check_options(options)
-            _ask_together(Together(stores, asked, together, options, cites), one)
+            _ask_together(Together(stores, asked, together, options, cites, only_grounded), one)
             return
         if asked is not None:
             _ask_collection(asked, one, options, cluster)
@@ -116,14 +116,17 @@ def _ask_together(together: Together, question: _Question) -> None:
             given = talk.answer(question.text, wanted.max_new_tokens, wanted.sampler)
             cost = given.stats
         else:
-            show(talk.stream(question.text, wanted.max_new_tokens, wanted.sampler))
+            pieces = talk.stream(question.text, wanted.max_new_tokens, wanted.sampler)
+            show(held(pieces, lambda: talk.joint.grounded, wanted.least))
             cost = talk.joint.take_stats()
         if question.as_json:
-            told = {"question": question.text, **answer_fields(given), **together.choice.settings}
+            told = {"question": question.text} | answer_fields(given, wanted.least)
+            told |= together.choice.settings
             output.answer_json(told | talk.fields() | {"stats": asdict(cost)})
         else:
             if wanted.cite:
-                show([given.text])
+                show([output.if_grounded(given.text, given.grounded, wanted.least)])
+            tell_grounded(talk.joint.grounded)
             tell_cut(talk.joint.finish, wanted.max_new_tokens, talk.joint.most_new(1))
             tell_notes(talk.notes())
         if wanted.cite and not question.as_json:

@@ -130,7 +130,7 @@ def batch(
         if address is not None:
             _ask_server(address, unasked, job)
         elif unasked and together.together is not None:
-            joining = Together(stores, collection, together, options, cites)
+            joining = Together(stores, collection, together, options, cites, only_grounded)
             if cluster is None:
                 _answer_together(unasked, job, joining)
             else:
@@ -238,7 +238,7 @@ def _answer_together(left: dict[str, list[Question]], job: Batch, together: Toge
             try:
                 with together.opened(question.text) as talk:
                     given = talk.answer(question.text, job.max_new_tokens)
-                    job.write(store, [(question, answer_fields(given) | talk.fields())])
+                    job.write(store, [(question, answer_fields(given, job.least) | talk.fields())])
             except OffloadDecodeError as error:
                 job.fail(store, 1, error)
 
@@ -256,7 +256,7 @@ def _answer_together_on_ray(
             job.fail(store, 1, result)
         else:
             given, told = result
-            job.write(store, [(question, answer_fields(given) | told)])
+            job.write(store, [(question, answer_fields(given, job.least) | told)])
 
 
 def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:

@@ -82,10 +82,9 @@ def chat(
         with open_collection(stores, None, DocumentChoice(), Progress) as asked:
             together.check(stores, asked)
             check_options(options)
-            joint = JointTranscript(
-                Together(stores, asked, together, options), max_new_tokens, wanted.sampler
-            )
-            _Chat(joint, at_terminal).run(None)
+            asked_together = Together(stores, asked, together, options, least=only_grounded)
+            joint = JointTranscript(asked_together, max_new_tokens, wanted.sampler)
+            _Chat(joint, at_terminal, only_grounded).run(None)
         return
     together.check(stores, None)
     store = on_this_machine(stores[0])
@@ -272,8 +271,7 @@ class JointTranscript:
     max_new_tokens: int
     sampler: Sampler
     talk: Talk | None = None
-    grounded: float | None = None  # these two are told of one store alone
-    checked: Mapping[str, Any] | None = None
+    checked: Mapping[str, Any] | None = None  # is told of one store alone
     _held: ExitStack = field(default_factory=ExitStack)
 
     def answer(self, question: str) -> Iterator[str]:
@@ -281,6 +279,11 @@ class JointTranscript:
         if self.talk is None:
             self.talk = self._held.enter_context(self.together.opened(question))
         return self.talk.stream(question, self.max_new_tokens, self.sampler)
+
+    @property
+    def grounded(self) -> float | None:
+        """How grounded the last answer is, where that is known."""
+        return None if self.talk is None else self.talk.joint.grounded
 
     @property
     def turns(self) -> range:

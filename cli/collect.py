@@ -82,6 +82,9 @@ def collect(
             f"have, such as {output.one_line(report.unknown[0])}",
             quiet,
         )
+    if report.copies:
+        pairs = [f"{name} (of {first})" for name, first in report.copies]
+        output.note(f"copies, which --together leaves out: {output.some(pairs)}", quiet)
     if report.gone:
         output.note(f"dropped, because the folder no longer has them: {output.some(report.gone)}", quiet)
     output.note(f"{out}: {_summary(report)}", quiet)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,15 +102,21 @@ class AskedCollection:
             self.collection.store(self.stores[store])
         return None
 
-    def documents(self, question: str, most: int | None = None) -> Sequence[Entry]:
-        """The documents that get a question, the likeliest first, `most` of them where that is given; none
-        where no document has a word of it.
-        """
+    def documents(self, question: str) -> Sequence[Entry]:
+        """The documents that get a question, the likeliest first; none where no document has a word of it."""
         if self.choice.every:
             return self.entries
+        return list(islice(self._likely(question), self.choice.top or TOP))
+
+    def together(self, question: str, most: int | None) -> Sequence[Entry]:
+        """The documents that answer a question together: as `documents`, without copies."""
+        from offload_decode.collections.together import distinct
+
+        return list(islice(distinct(self._likely(question)), most))
+
+    def _likely(self, question: str) -> Iterator[Entry]:
         found = (entry for entry, _ in self.collection.scored(question))
-        chosen = [entry for entry in found if self.collection.address(entry) in self.stores]
-        return chosen[: most or self.choice.top or TOP]
+        return (entry for entry in found if self.collection.address(entry) in self.stores)
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
         """The questions for each store, or in `unmatched`. Raises `ConfigError` for an unknown document."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NOT_IN_TEXT = "not in the text"
 UNMEASURED = (
-    "how grounded an answer is was not measured for this model, or for documents that answer together: ask "
-    "one store of Qwen2.5 0.5B, or leave --only-grounded out"
+    "how grounded an answer is was not measured for this model, or for passages that are read: ask stores of "
+    "Qwen2.5 0.5B, without --join read, or leave --only-grounded out"
 )
 _BREAKS = re.compile("[\t\n\u2028\u2029]")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.collections import AskedCollection
-from offload_decode.cli.limits import AskOptions, opener_of
+from offload_decode.cli.limits import AskOptions, check_measured, opener_of
 from offload_decode.cli.options import RETRIEVAL, option
 from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import Question, assign
@@ -101,7 +101,7 @@ class TogetherChoice:
                 )
             addresses = [str(store) for store in stores]
             if collection is not None:
-                entries = collection.documents(question.text, self.together)
+                entries = collection.together(question.text, self.together)
                 addresses = [collection.collection.address(entry) for entry in entries]
             if addresses:
                 asked[question.line] = " + ".join(addresses)
@@ -118,24 +118,28 @@ def _joins() -> Sequence[str]:
 
 
 def refuse_others(choice: TogetherChoice, server: bool, workers: bool, grounded: bool, check: bool) -> None:
-    """Raise `ConfigError` for --together with a server, with workers that share one question, or with what
-    must be grounded in one store, or checked by it.
+    """Raise `ConfigError` for --together with a server, with workers that share one question, or with a check
+    by one store; and where answers are to be grounded that come from no store.
     """
-    others = ("--server", server), ("--workers", workers), ("--only-grounded", grounded), ("--check", check)
-    for other, given in others:
+    for other, given in (("--server", server), ("--workers", workers), ("--check", check)):
         if choice.together is not None and given:
             raise ConfigError(f"--together and {other} do not go together: leave one of them out")
+    if grounded and choice.join == "read":
+        raise ConfigError("--join read and --only-grounded do not go together: leave one of them out")
 
 
 @dataclass
 class Together:
-    """The stores that give one answer: of a `collection`, or those given."""
+    """The stores that give one answer: of a `collection`, or those given. `least`: what it must be grounded
+    by, if that is asked for.
+    """
 
     stores: Sequence[Path]
     collection: AskedCollection | None
     choice: TogetherChoice
     options: AskOptions
     cites: bool = False
+    least: float | None = None
     opener: Opener = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,6 +168,8 @@ class Together:
             shown = (held.enter_context(Progress()),) if self.choice.way == "exact" else ()
             opened = opened_together(self.opener, paths, self.choice.way, self.cites, *shown)
             joint = held.enter_context(opened)
+            if self.least is not None:
+                check_measured(joint.talks[0].loaded)
             yield Talk(joint, self.choice.way, names, addresses, weigh)
 
     def question(self, question: str) -> JointQuestion:
@@ -185,7 +191,7 @@ class Together:
     def _entries(self, question: str) -> Sequence[Entry]:
         if self.collection is None:
             return ()
-        entries = self.collection.documents(question, self.choice.together)
+        entries = self.collection.together(question, self.choice.together)
         if not entries:
             raise ConfigError("no document contains a word of the question: rephrase it")
         # The same documents are found again as one, whichever was the best.

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -40,7 +40,8 @@ _LIKE = 'each line is like {"name": "2020/report.txt", "author": "…"}'
 class CollectReport:
     """What a run did: documents `made` (new or changed) and `kept`; names of those that are `gone` from the
     folder and were dropped; `failed` ones, which keep the store they had, if any; `skipped` files; `notes` on
-    documents that were made. `documents` and `tokens` are those of the whole collection now; `unknown`: names
+    documents that were made; `copies`: names with that of the first document of the same bytes, which answers
+    --together without them. `documents` and `tokens` are those of the whole collection now; `unknown`: names
     in the metadata that the folder does not have; `prefilled` tokens and `seconds` are of this run.
     """
 
@@ -51,6 +52,7 @@ class CollectReport:
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    copies: list[tuple[str, str]] = field(default_factory=list)
     documents: int = 0
     tokens: int = 0
     prefilled: int = 0
@@ -127,10 +129,18 @@ def collect(
         changing.sweep({*collecting.seen.values(), *wanted})
         words.keep(wanted)
         report.documents = len(entries)
+        report.copies = list(_copies(entries.values()))
         report.tokens = sum(entry.tokens for entry in entries.values())
         report.unknown = sorted(set(metadata or ()) - set(entries))
     report.seconds = time.perf_counter() - began
     return report
+
+
+def _copies(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:
+    first = dict[str, str]()
+    for entry in sorted(entries):
+        if (name := first.setdefault(entry.sha256, entry.name)) != entry.name:
+            yield entry.name, name
 
 
 @dataclass

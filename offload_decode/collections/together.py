@@ -4,7 +4,7 @@ reader of the answer should know of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,7 +13,7 @@ import numpy as np
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry
 from offload_decode.engine.conversation import Sampler
-from offload_decode.engine.joint import Joint
+from offload_decode.engine.joint import Dissent, Joint
 from offload_decode.engine.reading import Reading
 from offload_decode.engine.text import Pieces
 from offload_decode.store.format import Manifest
@@ -27,7 +27,19 @@ one of 16 documents begins with a weight of 0.79 in the geometric mean, with 2 o
 """
 EVEN = 0.1
 """So much of the weight is dealt out evenly: BM25 chose the documents, and whoever is chosen is heard."""
+SHOWN = 60  # characters of what a document would have said
 LEAST = 0.01  # of an answer: a document that gave less is not named
+
+
+def distinct(found: Iterable[Entry]) -> Iterator[Entry]:
+    """The documents, but for copies, whose bytes are those of one before: they would count twice, and keep
+    others out.
+    """
+    seen = set[str]()
+    for entry in found:
+        if entry.sha256 not in seen:
+            seen.add(entry.sha256)
+            yield entry
 
 
 def weights(collection: Collection, question: str, entries: Sequence[Entry]) -> list[float]:
@@ -45,10 +57,11 @@ def notes(
     manifests: Sequence[Manifest],
     selector: str,
     alone: str | None = None,
+    dissents: Sequence[Dissent] = (),
 ) -> Iterator[str]:
-    """What is approximate in an answer from the documents of these `names`, and what each gave to it, where
-    that is known (`shares`). `manifests`: of the stores that were asked; `alone`: the document that answered
-    by itself, because no passage was found to be read.
+    """What is approximate in an answer from the documents of these `names`, what each gave to it, where that
+    is known (`shares`), and who would have said otherwise (`dissents`). `manifests`: of the stores that were
+    asked; `alone`: the document that answered by itself, because no passage was found to be read.
     """
     count = f"{len(names)} document{'' if len(names) == 1 else 's'}"
     ordered = sorted(zip(shares, names, strict=False), reverse=True)
@@ -62,6 +75,9 @@ def notes(
         yield f"Answered from passages of {count}, read as one text: what stands in no passage is not seen."
     else:
         yield f"Joined by {way} from {count}, none of which sees another{given and ': '}{given}."
+    for one in dissents:
+        said = " ".join(one.text.split())[-SHOWN:]
+        yield f"{names[one.document]} would say otherwise: “{said}…” ({one.probability:.0%})."
     for part in dict.fromkeys(part for own in manifests for part in own.approximations()):
         yield f"Stores are approximate: {part}."
 
@@ -105,6 +121,10 @@ class Talk:
                 document["share"] = share
             if self.joint.cites:
                 told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried()]
+            told["dissents"] = [
+                {"document": self.names[one.document], "text": one.text, "probability": one.probability}
+                for one in self.joint.dissents
+            ]
         return {"joined": told | {"notes": self.notes()}}
 
     def notes(self) -> list[str]:
@@ -113,7 +133,8 @@ class Talk:
         alone = None if by_itself is None else self.names[by_itself]
         shares, first = self.joint.shares() if self._joins else (), self.joint.talks[0]
         manifests = [talk.store.manifest for talk in self.joint.talks]
-        return list(notes(self.way, self.names, shares, manifests, first.selector.name, alone))
+        dissents = self.joint.dissents if self._joins else ()
+        return list(notes(self.way, self.names, shares, manifests, first.selector.name, alone, dissents))
 
     def carried(self) -> str:
         """Runs of the last answer's tokens, each with the document that gave most to them."""

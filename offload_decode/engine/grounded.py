@@ -78,10 +78,12 @@ class Evidence:
         self.observers: tuple[Observer, ...] = self.beside if watch is None else (self,)
         self._sums = [(0, 0.0)]  # rows of all heads, and their attention to the text, before each token
 
-    def fork(self) -> Evidence:
-        """That of another answer to the same question, of which nothing is written."""
+    def fork(self, beside: Sequence[Observer] | None = None) -> Evidence:
+        """That of another answer to the same question, of which nothing is written; None: the same are beside
+        it.
+        """
         watch = None if self.watch is None else self.watch.fork()
-        return Evidence(self.question, watch, self.beside, self.opening)
+        return Evidence(self.question, watch, self.beside if beside is None else beside, self.opening)
 
     def see(
         self, layer: int, rows: Tensor, queries: Queries, selection: AnySelection, state: AttentionState

@@ -8,8 +8,9 @@ in one context: a fact that takes two of them is in none of the distributions (`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple, Self, TypeVar
 
 import torch
@@ -20,42 +21,22 @@ from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.citations import LEAST, Watch
 from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import without_corpus
+from offload_decode.engine.grounded import Evidence
+from offload_decode.engine.opinion_pools import WAYS
 from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.types import Answer, CitedDocument, StepStats
 
-BETA, GAMMA = 0.25, 2.5
-"""Of `pced`: how much the model without a document is taken off, and how much the weights count."""
+HEARD, SURE, DOUBTED = 0.1, 0.3, 0.1
+"""A document dissents if it has at least so much weight, finds a token at least so likely, and the one that
+is the likeliest for all together at most so likely (benchmarks/contradictions.py).
+"""
 LIGHTEST = 1e-3
 """A document with no more weight drops out: leaving it out changes the mixture by no more than its weight, in
 total variation.
 """
 
 
-def mixture(logs: Tensor, weights: Tensor, alone: Tensor | None) -> Tensor:
-    """log Σ w p: of log-probabilities `[K, V]` and log-weights `[K]` one row `[V]`."""
-    return (logs + weights[:, None]).logsumexp(0)
-
-
-def product(logs: Tensor, weights: Tensor, alone: Tensor | None) -> Tensor:
-    """Σ w log p, up to a constant."""
-    return weights.exp() @ logs
-
-
-def pced(logs: Tensor, weights: Tensor, alone: Tensor | None) -> Tensor:
-    """max (1 + β) log p - β log p_alone + γ log w, up to a constant, where p_alone `[V]` is that of the model
-    without a document (arXiv 2601.08670).
-    """
-    assert alone is not None, "its conversation runs with the others"
-    best = ((1 + BETA) * logs + GAMMA * weights[:, None]).amax(0)
-    return torch.where(best > -torch.inf, best - BETA * alone, best)
-
-
 T = TypeVar("T")
-WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
-    "mixture": mixture,
-    "product": product,
-    "pced": pced,
-}
 
 
 class Carried(NamedTuple):
@@ -63,6 +44,16 @@ class Carried(NamedTuple):
 
     token: int
     shares: tuple[float, ...]
+
+
+class Dissent(NamedTuple):
+    """A document that would have gone on otherwise: the `text` of the answer so far, and in place of the next
+    token the one that this document finds the likeliest, with its `probability`.
+    """
+
+    document: int
+    text: str
+    probability: float
 
 
 class Joint:
@@ -91,12 +82,17 @@ class Joint:
         self.weights = torch.zeros(len(talks))  # logarithms, of the documents at work
         self.working = list(range(len(talks)))  # the documents that have not dropped out
         self.watches: list[Watch] = []
+        self.evidences: list[Evidence] = []  # of the last answer in each document
         self.carried: list[Carried] = []
+        self._dissents: dict[
+            int, tuple[int, int, float]
+        ] = {}  # of each: tokens before, its token, how likely
         self.finish, self.asked = "stop", 0  # so many questions were put
         self.gone: Callable[[], bool] = lambda: False
         self.stored = 0.0  # tokens before a row of attention, in the mean, of `take_stats`
         self._obeyed: list[Processors] = []  # of the answer that is being written, one a row
         self._logs = torch.empty(0)  # of the last `scores`
+        self._likeliest = 0  # by these
 
     def fork(self) -> Self:
         """An independent continuation from here, without what the last answer was `carried` by."""
@@ -104,6 +100,12 @@ class Joint:
         forked.rows = [row.fork() for row in self.rows]
         forked.talks, forked.asked = forked.rows[: len(self.talks)], self.asked
         forked.weights, forked.working = self.weights, list(self.working)
+        forked.watches = [watch.fork() for watch in self.watches]
+        forked.evidences = [
+            own.fork((watch,) if watch else ())
+            for own, watch in zip_longest(self.evidences, forked.watches[: len(self.evidences)])
+        ]
+        forked.look()
         return forked
 
     def answer(
@@ -115,8 +117,8 @@ class Joint:
     ) -> Answer:
         """Answer a question; the conversation goes on from there. `weights` as for `ask`."""
         tokens = tuple(self.tokens(question, weights, max_new_tokens, sampler))
-        cited = self.citations() if self.cites else None
-        return Answer(self.talks[0].decode(tokens).strip(), tokens, self.take_stats(), self.finish, cited)
+        cited, text = self.citations() if self.cites else None, self.talks[0].decode(tokens).strip()
+        return Answer(text, tokens, self.take_stats(), self.finish, cited, self.grounded)
 
     def stream(
         self,
@@ -144,17 +146,16 @@ class Joint:
         turns = [Turn(talk, self.question_tokens(question, talk)) for talk in self.rows]
         for talk, tokens, _ in turns:
             talk.check_room(len(tokens))
-        self.begin(weights)
-        for talk, watch in zip(self.talks, self.watches, strict=False):
-            talk.prefix.watches = (watch,)
+        self.begin(question, weights)
+        self.look()
         logits = torch.stack(run_turns(self.at_work(turns)))
         for place in set(range(len(self.talks))) - set(self.working):
             _follow(*turns[place][:2])
         self.asked += 1
         return logits
 
-    def begin(self, weights: Sequence[float] | None = None) -> None:
-        """Take up a question, before it is run: `weights` as for `ask`; `watches` watch nobody yet. Raises
+    def begin(self, question: str, weights: Sequence[float] | None = None) -> None:
+        """Take up a question, before it is run: `weights` as for `ask`; nobody `look`s yet. Raises
         `ConfigError`.
         """
         given = torch.ones(len(self.talks)) if weights is None else torch.tensor(weights, dtype=torch.float)
@@ -167,6 +168,10 @@ class Joint:
         for talk in self.rows:
             talk.selector.reset()
         self.watches = [Watch(talk.prefix.host) for talk in self.talks] if self.cites else []
+        self.evidences = [
+            talk.evidence_of(question, (watch,) if watch else ())
+            for talk, watch in zip_longest(self.talks, self.watches)
+        ]
         self.working, self.carried = list(range(len(self.talks))), []
         self._weigh(given.log().to(self.talks[0].loaded.device), least=-torch.inf)
 
@@ -191,13 +196,15 @@ class Joint:
                 logits = torch.stack(run_turns(self.turns()))
         if answer.reached:
             del self.carried[len(self.carried) - answer.dropped :]
+            for evidence in self.evidences:
+                evidence.cut(len(self.carried))
             for talk in self.rows:
                 talk.take_back(answer.dropped)
         yield from answer.rest()
 
     def prepare(self, most: int) -> None:
         """Before an answer of so many tokens at most: what the model's `generation_config` asks of each."""
-        first, self.carried = self.talks[0], []
+        first, self.carried, self._dissents = self.talks[0], [], {}
         model, tokenizer, ends = first.loaded.model, first.loaded.tokenizer, first.end_tokens
         self._obeyed = [
             Processors(model, tokenizer, talk.tokens + talk.pending, ends, most) for talk in self.rows
@@ -208,11 +215,17 @@ class Joint:
         obeyed = self.at_work(self._obeyed)
         changed = [obeys(own) for obeys, own in zip(obeyed, logits, strict=True)]
         self._logs = torch.stack(changed).log_softmax(-1)
-        return self.joined(self._logs)
+        joined = self.joined(self._logs)
+        self._likeliest = int(joined.argmax())
+        return joined
 
     def take(self, token: int) -> bool:
         """All go on with a token that was picked by the last `scores`; whether the answer ends with it."""
+        for place in self.working:
+            self.evidences[place].add(token)
+        self._hear()
         self._weigh_by(token, self._logs)
+        self.look()
         self.follow([token])
         stops = [obeys.append(token) for obeys in self._obeyed]  # all of them take note of it
         return any(stops)
@@ -253,6 +266,32 @@ class Joint:
         shares = self.shares()
         return shares.index(max(shares))
 
+    @property
+    def dissents(self) -> list[Dissent]:
+        """The documents that would have said otherwise than the last answer, each where it first would."""
+        decode, said = self.talks[0].decode, [one.token for one in self.carried]
+        return [
+            Dissent(document, decode([*said[:before], token]), probability)
+            for document, (before, token, probability) in self._dissents.items()
+            if before < len(said)
+        ]
+
+    @property
+    def grounded(self) -> float | None:
+        """How likely the last answer stands in the document that gave most to it, 0 to 1; None where that is
+        not known (`Conversation.grounds`).
+        """
+        if not self.evidences:
+            return None
+        leading = self.leading()
+        return self.talks[leading].grounds(self.evidences[leading])
+
+    def look(self, row: int | None = None) -> None:
+        """Let what a document's conversation (None: that of each) attends to from here on be seen."""
+        for place, evidence in enumerate(self.evidences):
+            if row in (None, place):
+                self.talks[place].prefix.watches = evidence.observers
+
     def citations(self) -> tuple[CitedDocument, ...]:
         """The documents that gave most to the last answer, with the passages that they attended to. Raises as
         `cite`.
@@ -288,6 +327,16 @@ class Joint:
     def at_work(self, rows: Sequence[T]) -> list[T]:
         """Of one for each row, those of the documents that have not dropped out, and of the model alone."""
         return [*(rows[place] for place in self.working), *rows[len(self.talks) :]]
+
+    def _hear(self) -> None:
+        """Take note of who would not say what is the likeliest for all together, by the weights so far."""
+        logs = self._logs[: len(self.working)]
+        best, tokens = logs.max(-1)
+        heard = (self.weights >= math.log(HEARD)) & (best >= math.log(SURE))
+        for row in (heard & (logs[:, self._likeliest] <= math.log(DOUBTED))).nonzero().flatten().tolist():
+            token, probability = int(tokens[row]), float(best[row].exp())
+            if token not in self.talks[0].end_tokens:
+                self._dissents.setdefault(self.working[row], (len(self.carried), token, probability))
 
     def _weigh_by(self, token: int, logs: Tensor) -> None:
         """Weigh the documents at work by the probability that each gave to a token."""

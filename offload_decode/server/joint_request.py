@@ -16,7 +16,8 @@ from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.engine.batching import Turn
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Evidence
-from offload_decode.engine.joint import WAYS, Joint
+from offload_decode.engine.joint import Dissent, Joint
+from offload_decode.engine.opinion_pools import WAYS
 from offload_decode.server import metrics
 from offload_decode.server.loaded_models import Target
 from offload_decode.server.prefix_cache import PrefixCache, PrefixKey
@@ -67,12 +68,17 @@ class Joining:
         parts = zip(self.documents, self.stores, each, strict=True)
         return Joined(self.join, self.join == "exact", tuple(JoinedDocument(*part) for part in parts))
 
-    def notes(self, shares: Sequence[float] = (), alone: int | None = None) -> tuple[str, ...]:
-        """What is approximate in an answer, from these shares, or from one document `alone`."""
+    def notes(
+        self, shares: Sequence[float] = (), alone: int | None = None, dissents: Sequence[Dissent] = ()
+    ) -> tuple[str, ...]:
+        """What is approximate in an answer, from these shares, or from one document `alone`, and who would
+        have said otherwise.
+        """
         starts = [target.start for target in self.targets]
         by_itself = None if alone is None else self.documents[alone]
         manifests, selector = [start.store.manifest for start in starts], starts[0].selector.name
-        return tuple(notes(self.join, self.documents, shares, manifests, selector, by_itself))
+        told = notes(self.join, self.documents, shares, manifests, selector, by_itself, dissents)
+        return tuple(told)
 
 
 class JointRequest(RunningRequest):
@@ -108,7 +114,7 @@ class JointRequest(RunningRequest):
         tokens, joining = self.request.tokens, self.joining
         talks = [cache.take(target.key, tokens) or target.start for target in joining.targets]
         self._joint = joint = Joint(talks, joining.way, self._cites)
-        joint.begin(joining.weights)
+        joint.begin(self.request.question, joining.weights)
         joint.gone = lambda: self.cancelled
         self._conversation = joint.talks[0]
         self._cached = sum(len(talk.tokens) for talk in talks)
@@ -128,8 +134,8 @@ class JointRequest(RunningRequest):
         turns: list[ScheduledTurn] = []
         for row, rest in enumerate(self._rests):
             if take := min(share, len(rest)):
-                if take == len(rest) and row < len(self.joint.watches):
-                    self.joint.talks[row].prefix.watches = (self.joint.watches[row],)
+                if take == len(rest):
+                    self.joint.look(row)
                 turn = Turn(self.joint.rows[row], rest[:take])
                 turns.append(ScheduledTurn(self, turn, partial(self._read, row, take)))
                 share -= take
@@ -144,7 +150,7 @@ class JointRequest(RunningRequest):
             self._leave_uncited(over)
         elif self._cites:
             cited = tuple(joint.attended()) if joining.attended else joint.citations()
-        told = joining.joined(shares), (*joining.notes(shares), *self._notes)
+        told = joining.joined(shares), (*joining.notes(shares, dissents=joint.dissents), *self._notes)
         return Done(self.usage, self.stats, cited, (), *told)
 
     def turns_run(self) -> list[tuple[PrefixKey, Conversation]]:
@@ -185,6 +191,9 @@ class JointRequest(RunningRequest):
     def _pick(self, one: RunningSequence, logits: Tensor) -> Scored:
         scores = self.joint.scores(logits)
         return one.picker.choose(scores, scores)
+
+    def _grounded(self, one: RunningSequence) -> float | None:
+        return self.joint.grounded
 
     def _follow(self, one: RunningSequence, token: int) -> bool:
         stops = self.joint.take(token)

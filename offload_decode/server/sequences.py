@@ -367,9 +367,12 @@ class RunningRequest:
             self.emit(Delta(one.index, rest, ()))
         one.finish = finish
         stop = one.text.stopped if one.text.stopped in self.request.generation.stop else None
-        self.emit(Ended(one.index, finish, stop, self.target.start.grounds(one.evidence)))
+        self.emit(Ended(one.index, finish, stop, self._grounded(one)))
         if self._checks:
             self._check(one)
+
+    def _grounded(self, one: RunningSequence) -> float | None:
+        return self.target.start.grounds(one.evidence)
 
     def _check(self, one: RunningSequence) -> None:
         try:

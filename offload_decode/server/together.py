@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from offload_decode.collections.collection import Collection
-from offload_decode.collections.together import weights
+from offload_decode.collections.together import distinct, weights
 from offload_decode.common.errors import DoesNotFit
 from offload_decode.engine.joint import behind_text
 from offload_decode.engine.reading import text_of
@@ -81,7 +82,7 @@ class Together:
         collection = Collection(entry.path)
         room = self._settings.max_running - (join == "pced")  # one of its rows has no document
         most = asked.together or max(1, min(DOCUMENTS, room))
-        found = [one for one, _ in collection.scored(first)][:most]
+        found = list(islice(distinct(one for one, _ in collection.scored(first)), most))
         if not found:
             raise WrongField("no document contains a word of the question: rephrase it", "messages")
         chosen = sorted(found) if join == "exact" else found

@@ -29,7 +29,10 @@ def test_a_row_counts_right_answers_and_refusals():
             "answer": "Riwa",
             "said": text,
             "ms": 10.0 + number,
+            "grounded": (0.9, 0.4, 0.2, 0.6)[number],
         }
         for number, (kind, text) in enumerate(said)
     ]
-    assert list(rows(lines)) == [["mixture 4", "1 of 2", "0 of 0", "1 of 2", "12"]]
+    counts = "1 of 2", "0 of 0", "1 of 2", "12"
+    assert list(rows(lines)) == [["mixture 4", *counts, "0.75", "1 of 2", "1 of 2"]]
+    assert list(rows([line | {"grounded": None} for line in lines])) == [["mixture 4", *counts, "", "", ""]]

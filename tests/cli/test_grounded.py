@@ -6,7 +6,7 @@ from offload_decode.cli.output import NOT_IN_TEXT
 from offload_decode.engine import grounded
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Weights
-from tests.cli.conftest import batch, json_of, lines_of, refused, run, write_lines
+from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
 from tests.server.http.conftest import running, service, url
 
 __all__ = ["running", "service", "url"]
@@ -48,6 +48,29 @@ def test_below_the_threshold_the_answer_is_not_in_the_text(measured, tmp_path):
     assert lines_of(out)[0]["only_grounded"] == 1.0
 
 
+def test_joined_answers_are_grounded_too(measured, home, texts, tmp_path):
+    other = tmp_path / "other.kv"
+    done("prefill", texts, "--model", home / "model", "--out", other)
+    both = (measured, other, QUESTION, *ASK[1:], "--together", "2")
+    told = json_of("ask", *both)
+    assert 0 < told["grounded"] < 1
+    assert f"grounded {told['grounded']:.2f}" in run("ask", *both).err.splitlines()
+    assert json_of("ask", *both, "--only-grounded", "1")["answer"] == NOT_IN_TEXT
+    assert run("ask", *both, "--only-grounded", "1", "--cite").out.strip() == NOT_IN_TEXT
+    chat = "chat", measured, other, *ASK[1:], "--together", "2"
+    ran = run(*chat, "--only-grounded", "1", stdin=QUESTION + "\n")
+    assert ran.out.strip() == NOT_IN_TEXT
+    assert f"grounded {told['grounded']:.2f}" in ran.err.splitlines()
+    questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
+    assert batch(questions, out, measured, other, "--together", "2", "--only-grounded", "1").code == 0
+    assert [one["answer"] for one in lines_of(out)] == [NOT_IN_TEXT]
+    exact = json_of("ask", *both, "--join", "exact")
+    assert 0 < exact["grounded"] < 1
+    assert "--join read and --only-grounded" in refused(
+        2, "ask", *both, "--join", "read", "--only-grounded", "1"
+    )
+
+
 def test_of_a_model_that_was_not_measured_there_is_no_number(store):
     assert json_of("ask", store, *ASK)["grounded"] is None
     assert "grounded" not in run("ask", store, *ASK).err
@@ -56,7 +79,9 @@ def test_of_a_model_that_was_not_measured_there_is_no_number(store):
 def test_a_model_that_was_not_measured_is_refused_before_it_answers(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Conversation, "run", lambda *_, **__: pytest.fail("a token was run"))
     only = "--only-grounded", "0.5"
-    for command in (("ask", store, *ASK), ("chat", store, *ASK[1:])):
+    alone = "--together", "1"
+    commands = ("ask", store, *ASK), ("chat", store, *ASK[1:])
+    for command in (*commands, *((*own, *alone) for own in commands)):
         told = run(*command, *only, stdin=QUESTION + "\n")
         assert (told.code, "was not measured for this model" in told.err) == (2, True)
     questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"

@@ -209,6 +209,20 @@ def test_a_batch_is_asked_again_where_other_documents_would_answer(collection, o
     assert sorted(names[2]) == ["beta.txt", "delta.txt"]
 
 
+def test_a_copy_of_a_document_does_not_count_twice(texts, tmp_path, home, out):
+    shutil.copytree(texts, own := tmp_path / "texts")
+    shutil.copy(own / "beta.txt", own / "a copy.txt")
+    ran = done("collect", own, "--model", home / "model", "--out", tmp_path / "own")
+    assert "copies, which --together leaves out: beta.txt (of a copy.txt)" in ran.err
+    told = json_of("ask", tmp_path / "own", QUESTION, *THREE)
+    names = {one["document"] for one in told["joined"]["documents"]}
+    assert len(names) == 3
+    assert len(names & {"a copy.txt", "beta.txt"}) == 1
+    questions = write_lines(tmp_path / "asked.jsonl", {"question": QUESTION})
+    assert batch(questions, out, tmp_path / "own", *THREE).code == 0
+    assert {one["document"] for one in lines_of(out)[0]["joined"]["documents"]} == names
+
+
 def test_tokens_that_are_no_character_by_themselves_are_told_with_the_next(stores, monkeypatch):
     let_models_write(monkeypatch, "né " * 20)
     told = json_of("ask", *stores, QUESTION, "--together", "3", "--max-new-tokens", "7", "--cite")

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine import joint
+from offload_decode.engine import grounded, joint
 from offload_decode.engine import reading as reading_module
 from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.grounded import Weights, kind_of
 from offload_decode.engine.joint import Joint
+from offload_decode.engine.opinion_pools import BETA, GAMMA, WAYS
 from offload_decode.engine.reading import Reading, text_of
 from offload_decode.types import CitedDocument, CitedSpan
 from tests.card import stand_in
@@ -57,7 +59,7 @@ def test_the_same_store_several_times_answers_as_once(engines, way):
     assert together.shares() == pytest.approx(WEIGHTS, abs=1e-4)
 
 
-@pytest.mark.parametrize("way", joint.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_each_token_is_the_likeliest_of_the_formula(engines, way):
     together = Joint(engines, way)
     tokens = together.answer(QUESTION, WEIGHTS, NEW).tokens
@@ -74,7 +76,7 @@ def test_each_token_is_the_likeliest_of_the_formula(engines, way):
             alone = joint.without_corpus(engines[0].loaded)
             asked = [*text, *engines[0].question_tokens(QUESTION), *tokens[:place]]
             own = alone.extend(asked).log_softmax(-1).double()
-            each = (1 + joint.BETA) * logs - joint.BETA * own + joint.GAMMA * weights[:, None].log()
+            each = (1 + BETA) * logs - BETA * own + GAMMA * weights[:, None].log()
             scores = each.max(0).values
         best = scores.topk(2).values
         assert scores[token] == best[0] > best[1] + 1e-6  # no tie that rounding decides
@@ -239,3 +241,52 @@ def test_passages_of_those_that_gave_most_are_read_in_the_order_of_the_documents
     kept = [place for place in range(24) if place % 3]
     assert read == [f"{place}.txt: {text}" for place in kept for text in ("first", "second")]
     assert text_of([]) == text_of([CitedDocument("a.txt", 1.0, ())]) == ""
+
+
+def test_it_is_grounded_in_the_document_that_gave_most(engines, monkeypatch):
+    known = {kind_of(engines[0].loaded.model.config): Weights(-1.0, 3.0, 2.0)}
+    monkeypatch.setattr(grounded, "WEIGHTS", known)
+    alone = engines[1].answer(QUESTION, NEW)
+    assert alone.grounded not in (None, 0.0, 1.0)
+    one = Joint([engines[1]], cites=True)
+    assert one.answer(QUESTION, None, NEW).grounded == pytest.approx(alone.grounded, abs=1e-6)
+    cited = Joint(engines, cites=True)
+    logits = cited.ask(QUESTION, [0.2, 0.6, 0.2])
+    forked = cited.fork()
+    tokens = list(cited.generate(logits, NEW))
+    assert list(forked.generate(logits, NEW)) == tokens
+    leading = cited.leading()
+    own = cited.talks[leading].grounds(cited.evidences[leading])
+    assert forked.grounded == pytest.approx(cited.grounded, abs=1e-6)
+    assert cited.grounded == own
+    assert forked.citations() == cited.citations()
+    assert cited.evidences[leading].tokens == tokens
+
+
+def test_who_would_say_otherwise_is_named_where_it_first_would(engines):
+    together, size = Joint(engines), len(engines[0].tokenizer)
+    together.ask(QUESTION)
+    together.prepare(NEW)
+
+    def row(**chances):
+        """The logits of who finds some tokens so likely, `t7` the seventh."""
+        logs = torch.full((size,), (1 - sum(chances.values())) / (size - len(chances)))
+        for name, chance in chances.items():
+            logs[int(name[1:])] = chance
+        return logs.log()
+
+    def said(*rows):
+        together.working, together.weights = [0, 1, 2], torch.tensor([0.55, 0.41, 0.04]).log()
+        together.take(int(together.scores(torch.stack(rows)).argmax()))
+
+    seven, other, end = row(t7=0.9), row(t7=0.02, t9=0.5), min(engines[0].end_tokens)
+    said(seven, row(t7=0.2, t9=0.5), other)  # one doubts too little, one has too little weight
+    said(seven, row(t7=0.02, **{f"t{end}": 0.5}), seven)  # one has said all
+    assert together.dissents == []
+    said(seven, other, other)
+    said(seven, row(t11=0.9), seven)
+    [one] = together.dissents
+    assert (one.document, one.text) == (1, engines[0].decode([7, 7, 9]))
+    assert one.probability == pytest.approx(0.5)
+    together.prepare(NEW)
+    assert together.dissents == []

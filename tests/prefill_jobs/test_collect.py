@@ -90,6 +90,14 @@ def test_each_store_is_that_of_a_prefill_of_its_document(maker, texts, out, tmp_
     assert report.tokens == sum(KVStore.open(store).manifest.n_tokens for store in stores.values())
 
 
+def test_documents_of_the_same_bytes_are_named(maker, texts, out):
+    for name in ("0.txt", "sub/d.txt"):
+        (texts / name).write_text("beta " * 10)
+    report = collect(str(texts), out, maker)
+    assert report.documents == 4
+    assert report.copies == [("sub/b.txt", "0.txt"), ("sub/d.txt", "0.txt")]
+
+
 def test_unchanged_documents_are_kept_without_loading_the_model(maker, texts, out, collected):
     again = Maker(Collection(out).header.model_id, SETTINGS)
     os.utime(texts / "a.txt", (1, 1))

@@ -99,6 +99,19 @@ def test_documents_of_a_collection_are_chosen_and_weighed_by_their_words(place, 
     assert service.scheduler.uses("colours.collection") is False
 
 
+def test_a_copy_of_a_document_does_not_count_twice(shelf, serve, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name, colour in (("green", "green"), ("leaf", "green"), ("red", "red")):
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"The colour of this thing is {colour}. " * 5)
+    maker = Maker(str(shelf / "model"), Settings(options={"chunk": 64}))
+    collect(str(tmp_path / "texts"), tmp_path / "served" / "colours.collection", maker)
+    service = serve(tmp_path / "served")
+    heard = ask(service, "colours.collection", "Is it a green leaf?", together=2).all()
+    names = [one.document for one in heard.done.joined.documents]
+    assert len(names) == 2
+    assert "red.txt" in names
+
+
 def test_a_conversation_keeps_the_documents_of_its_first_question_and_what_was_run(place, serve):
     service = serve(place)
     name, first = "colours.collection", {"role": "user", "content": "Is it green?"}

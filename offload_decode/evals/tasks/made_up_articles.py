@@ -78,14 +78,18 @@ def questions(hops: int) -> list[Asked]:
     return found
 
 
+def asked_facts(article: Article) -> list[str]:
+    """The names of its facts that `question` asks for."""
+    return [fact for fact in _SAID["kinds"][article.kind]["asked"] if fact in article.facts]
+
+
 def question(article: Article, fact: str) -> str:
     """What asks for a fact of an article."""
     return str(_SAID["kinds"][article.kind]["asked"][fact]).format(name=article.name)
 
 
 def _about(rng: random.Random, number: int, article: Article) -> Asked:
-    asked = _SAID["kinds"][article.kind]["asked"]
-    fact = rng.choice([one for one in asked if one in article.facts])
+    fact = rng.choice(asked_facts(article))
     return Asked(question(article, fact), article.facts[fact], (number,))
 
 
