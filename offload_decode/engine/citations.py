@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.host_tokens import score_tokens
+from offload_decode.attention.notable import add_notable
 from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError, StoreDamaged
@@ -95,7 +96,7 @@ class Watch:
             return
         own = replace(queries, vectors=queries.on_host()[:, rows], group=1, tokens=1, copy=None)
         self.rows += own.vectors.shape[:2].numel()
-        lse = state.lse.cpu()[:, rows, None]
+        lse = state.lse.cpu()[:, rows]
         scores = None
         if isinstance(selection, PageSelection):
             pages, limit = selection.pages.cpu(), selection.limit.cpu()
@@ -109,7 +110,7 @@ class Watch:
             scores = None if selection.scores is None else selection.scores.cpu()[:, rows]
         if scores is None:
             scores = score_tokens(own.vectors, self.host.layer_keys(layer), ids)
-        self._add(ids, own.logits(scores).masked_fill(ids < 0, -torch.inf), lse)
+        self._add(ids, own.logits(scores), lse)
 
     def fork(self) -> Watch:
         """The same so far, for a conversation that goes on by itself."""
@@ -136,13 +137,12 @@ class Watch:
                 key = keys.read(slice(start, start + BLOCK_TOKENS), torch.device("cpu"))
                 ids = torch.arange(start, start + len(key))
                 logits = queries.logits(queries.vectors[head] @ key.T)
-                self._add(ids.expand_as(logits), logits, lse[head])
+                self._add(ids.expand_as(logits)[None], logits[None], lse[head : head + 1])
 
     def _add(self, ids: Tensor, logits: Tensor, lse: Tensor) -> None:
-        least = lse + (math.log(self.least) if self.least else -torch.inf)
-        notable = (logits >= least) & (logits > -torch.inf)
-        share = (logits - lse)[notable].exp()
-        np.add.at(self.mass, ids[notable].numpy(), share.numpy())
+        least = math.log(self.least) if self.least else -math.inf
+        given, found, whole = (one.contiguous().numpy() for one in (ids, logits, lse))
+        add_notable(self.mass, given, found, whole, least)
 
 
 def queries_of(queries: Queries, sequence: int, tokens: range) -> Tensor:

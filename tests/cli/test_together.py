@@ -84,6 +84,23 @@ def test_it_is_printed_with_what_it_is(collection):
     assert ran.out == done("ask", collection, QUESTION, *THREE).out
 
 
+def test_who_would_say_otherwise_is_named(stores, monkeypatch):
+    assert json_of("ask", *stores, QUESTION, *THREE)["joined"]["dissents"] == []
+    # Random documents are not sure of much.
+    for limit, value in (("HEARD", 1e-9), ("SURE", 1e-9), ("DOUBTED", 1.0)):
+        monkeypatch.setattr(joint, limit, value)
+    told = json_of("ask", *stores, QUESTION, *THREE)["joined"]
+    expected = Joint(engines(stores))
+    expected.answer(QUESTION, None, 4)
+    assert told["dissents"]
+    for own, one in zip(told["dissents"], expected.dissents, strict=True):
+        assert (own["document"], own["text"]) == (str(stores[one.document]), one.text)
+    first = expected.dissents[0]
+    line = f"{stores[first.document]} would say otherwise: “{' '.join(first.text.split())}…”"
+    assert any(note.startswith(line) for note in told["notes"])
+    assert line in run("ask", *stores, QUESTION, *THREE).err
+
+
 def test_passages_are_read_together(stores):
     told = json_of("ask", *stores, QUESTION, *THREE, "--join", "read")
     assert told["answer"] == Reading(engines(stores)).answer(QUESTION, None, 4).text

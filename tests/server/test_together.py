@@ -10,8 +10,10 @@ from offload_decode.collections.collection import Collection
 from offload_decode.collections.together import weights
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig
+from offload_decode.engine import grounded, joint
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.grounded import Weights
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
 from offload_decode.planning.sizes import generated_bytes
@@ -128,6 +130,20 @@ def test_a_conversation_keeps_the_documents_of_its_first_question_and_what_was_r
     expected = Joint(engines([collection.store(green)]))
     said = [expected.answer(question, None, NEW).text for question in ("Is it green?", "Or blue?")]
     assert [one.text, again.text] == said
+
+
+def test_answers_are_grounded_and_name_who_would_say_otherwise(shelf, service, monkeypatch):
+    monkeypatch.setattr(grounded, "kind_of", lambda config: "any")
+    monkeypatch.setitem(grounded.WEIGHTS, "any", Weights(-0.5, 3.0, 1.0))
+    for limit, value in (("HEARD", 1e-9), ("SURE", 1e-9), ("DOUBTED", 1.0)):
+        monkeypatch.setattr(joint, limit, value)
+    expected = Joint(of(shelf, *BOTH))
+    expected.answer(QUESTION, None, NEW)
+    heard = ask(service, "book", QUESTION, together=BOTH).all()
+    assert heard.answers[0].grounded == pytest.approx(expected.grounded, abs=1e-5)
+    said = [note for note in heard.done.notes if "would say otherwise" in note]
+    assert len(said) == len(expected.dissents) > 0
+    assert said[0].startswith(BOTH[expected.dissents[0].document])
 
 
 def test_passages_are_read(shelf, service):
