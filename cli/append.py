@@ -38,8 +38,9 @@ def append(
     as one prefill of everything. Until it is done the store is unchanged and can be asked. Indexes are
     extended, and their recall is measured again.
 
-    The same command resumes an interrupted append. Documents already in the store are skipped; one that has
-    changed since is refused, because a store only grows. CORPUS is as for `prefill`.
+    The same command resumes an interrupted append, or begins it anew where its documents have changed since.
+    Documents already in the store are skipped; one whose text in the store is another is refused, because a
+    store only grows. CORPUS is as for `prefill`.
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
@@ -86,9 +87,16 @@ def _report_lines(report: AppendReport) -> list[str]:
         f"now {report.n_tokens:,} tokens, {output.count(report.documents, 'document')}, "
         f"{output.size(report.bytes)}"
     )
+    lines += discarded_lines(report.discarded)
     lines += earlier_parts(report.shared, report.copied)
     lines += [index.summary(kind, "extended") for kind in report.indexes]
     return [*lines, *report.left, f'ask it something: offload-decode ask {report.store} "…"']
+
+
+def discarded_lines(tokens: int) -> list[str]:
+    """That an interrupted run had come to some `tokens` of another text, if it had."""
+    note = f"an interrupted run was for another text: the {tokens:,} tokens it had come to were discarded"
+    return [note] if tokens else []
 
 
 def earlier_parts(shared: int, copied: int) -> list[str]:

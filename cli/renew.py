@@ -8,7 +8,7 @@ import typer
 
 from offload_decode.cli import index, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.append import earlier_parts
+from offload_decode.cli.append import discarded_lines, earlier_parts
 from offload_decode.cli.options import Folders, argument, with_groups
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import RunOptions, exit_on_failures, of_reading
@@ -52,7 +52,8 @@ def renew(
     and the result is that of a prefill of CORPUS. Until it is done the store is unchanged and can be asked.
     Indexes are extended, or built again where stored keys changed.
 
-    The same command resumes an interrupted renewal. Where nothing has changed nothing is done.
+    The same command resumes an interrupted renewal, or begins it anew where CORPUS has changed since. Where
+    nothing has changed nothing is done.
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
@@ -94,10 +95,12 @@ def _plan_lines(plan: Renewal, store: object) -> list[str]:
 
 
 def _report_lines(report: RenewReport) -> list[str]:
+    discarded = discarded_lines(report.discarded)
     if (done := report.done) is None:
-        return []
+        return discarded
     after = f", resumed after {done.resumed_from:,}" if done.resumed_from > done.kept_tokens else ""
     lines = [
+        *discarded,
         f"{report.store}: renewed{after}, in {output.duration(done.seconds)} "
         f"({done.tokens_per_second:,.0f} tokens/s, peak memory {output.size(done.peak_memory)}); "
         f"now {done.n_tokens:,} tokens, {output.count(len(report.plan.documents), 'document')}, "

@@ -50,7 +50,8 @@ class AppendReport:
     out, because the tokenizer fails on them. Of `n_tokens`,
     `added_tokens` are new; `repeated` ones of the earlier store ran again. `shared` and `copied`: bytes of
     the earlier store that this run put into the new one. `left`: for each kind of index that was not
-    extended, a sentence with the reason.
+    extended, a sentence with the reason. `discarded`: tokens that an interrupted run with another text of
+    these documents had come to.
     """
 
     store: Path
@@ -72,6 +73,7 @@ class AppendReport:
     peak_memory: int = 0
     indexes: tuple[BuildReport, ...] = ()
     left: tuple[str, ...] = ()
+    discarded: int = 0
 
     @property
     def kept(self) -> bool:
@@ -93,9 +95,10 @@ def append(
     settings that it was made with; `model` and `adapter`: where these are now. `weights`: `auto`, as the
     store was made, or `streamed` (`models.layer_streaming`). `rules`: what to read of a folder.
 
-    An interrupted append is resumed by the same call; the earlier store stays in its place until the longer
-    one takes it. Documents that the store has already are skipped. Raises `CorpusError`, `ModelError`,
-    `StoreError`, `ConfigError`, `DoesNotFit` and `VectorIndexError`.
+    An interrupted append is resumed by the same call, and discarded where its documents have another text by
+    then; the earlier store stays in its place until the longer one takes it. Documents that the store has
+    already are skipped. Raises `CorpusError`, `ModelError`, `StoreError`, `ConfigError`, `DoesNotFit` and
+    `VectorIndexError`.
     """
     earlier = opened(store)
     texts, skipped = read_corpus(corpus, rules)
@@ -167,6 +170,7 @@ def append_tokens(
         peak_memory=done.peak_memory,
         indexes=done.indexes,
         left=done.left,
+        discarded=done.discarded,
     )
 
 

@@ -7,6 +7,7 @@ boundary before the first token that differs, at which all that the next chunk n
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from offload_decode.common.errors import ConfigError, StoreForeign, StoreMismatch
+from offload_decode.common.errors import ConfigError, StoreDamaged, StoreForeign, StoreMismatch
 from offload_decode.common.memory import Peak
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.mla import tell_of_indexer
@@ -30,7 +31,7 @@ from offload_decode.store.format import Array, Manifest, running_software, token
 from offload_decode.store.growth import Growth, is_left, missing_samples
 from offload_decode.store.marks import marks_for, row_bytes
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import REPLACED, locked, partial_path
+from offload_decode.store.staging import REPLACED, Committed, locked, partial_path
 from offload_decode.store.writer import KVStoreWriter, remove_left, restore
 from offload_decode.types import Document
 
@@ -216,7 +217,8 @@ class WriteReport:
     bytes, times in seconds, speed over the tokens of this run alone. `shared` and `copied`: bytes of the
     earlier store that this run put into the new one. `grown`: the earlier store is the beginning of the new
     one, so that its indexes are extended and not built anew. `left`: for each kind of index of which neither
-    was done, a sentence with the reason.
+    was done, a sentence with the reason. `discarded`: tokens at which an interrupted run for another text had
+    stopped, which this one does not go on from.
     """
 
     n_tokens: int
@@ -232,6 +234,7 @@ class WriteReport:
     grown: bool
     indexes: tuple[BuildReport, ...]
     left: tuple[str, ...]
+    discarded: int
 
 
 def write_store(
@@ -245,10 +248,11 @@ def write_store(
     start: Start | None = None,
     command: str = "prefill",
     stays: bool = False,
+    whole: bool = False,
 ) -> WriteReport:
     """Prefill `tokens` and publish the `store`: behind a `start`, where there is one, and with the indexes of
     that store, where it `stays` or gives its place to the new one. An interrupted run is resumed by the same
-    call, which users know as `command`.
+    call, which users know as `command`; one for other documents is discarded where `Growth.supersedes` it.
 
     Raises `StoreError` and `VectorIndexError`.
     """
@@ -257,13 +261,15 @@ def write_store(
     indexes, left = list[BuildReport](), list[str]()
     if start:
         queries = partial(_run_again, loaded, start.earlier, progress)
-        growth = Growth(start.earlier, start.kept, progress, command, queries, stays)
+        growth = Growth(start.earlier, start.kept, progress, command, queries, stays, whole)
     with Peak() as peak, KVStoreWriter.open(store, manifest, tokens, documents, growth) as writer:
         resumed_from = writer.done
         prefill_chunks(loaded, writer, tokens, method, progress)
         replaces = growth is not None and growth.replaces(store)
         if start and (stays or replaces):
             earlier, new = start.earlier, KVStore.open(writer.seal())
+            if replaces:
+                publish_indexes(earlier)  # a kill may have left those of the earlier store unpublished
             grown = np.array_equal(earlier.tokens, new.tokens[: len(earlier.tokens)])
             where = earlier.path if replaces else writer.path
             indexes, left = extend_indexes(earlier, new, where, grown, progress)
@@ -288,6 +294,7 @@ def write_store(
         grown=grown,
         indexes=tuple(indexes),
         left=tuple(left),
+        discarded=growth.discarded if growth else 0,
     )
 
 
@@ -299,22 +306,31 @@ def replaced(
     store: Path,
     command: str,
     progress: Progress,
+    whole: bool = False,
 ) -> WriteReport:
     """Put a store of `tokens` in the place of the `earlier` one at `store`. `command` goes on where it was
-    interrupted; until the new store is whole the earlier one stays.
+    interrupted; until the new store is whole the earlier one stays. `whole` as in `Growth`.
 
     Raises `ConfigError`, `StoreError` and `VectorIndexError`.
     """
     check_model(earlier, loaded)
     method, start = method_of(earlier), start_of(earlier, tokens)
     check_length(earlier, loaded, len(tokens))
-    return write_store(
-        loaded, start.manifest, tokens, documents, method, store, progress, start, command=command
-    )
+    given = loaded, start.manifest, tokens, documents, method, store, progress, start, command
+    return write_store(*given, whole=whole)
 
 
-def settle(store: Path, earlier: KVStore) -> None:
-    """Finish what a run that was killed after publishing left, where there is nothing else to do."""
+def settle(store: Path, earlier: KVStore, whole: bool = False) -> int:
+    """Finish what a run that was killed after publishing left, where there is nothing else to do. With
+    `whole`, the `earlier` store is of all of the corpus as it is now, and what was begun for another is
+    removed; the tokens that this had come to.
+    """
     partial_folder = partial_path(Path(os.path.realpath(store)))
-    remove_left(partial_folder, over=is_left(partial_folder, earlier))
+    over = is_left(partial_folder, earlier)
+    begun = 0
+    if whole and not over:
+        with suppress(StoreDamaged):
+            begun = Committed.load(partial_folder).tokens
+    remove_left(partial_folder, over=over or whole)
     publish_indexes(earlier)
+    return 0 if partial_folder.exists() else begun  # another process may be at work there

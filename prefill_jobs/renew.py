@@ -69,11 +69,14 @@ class Renewal:
 
 @dataclass(frozen=True)
 class RenewReport:
-    """What a renewal did: `plan` is what there was to do, `done` None where that was nothing."""
+    """What a renewal did: `plan` is what there was to do, `done` None where that was nothing. `discarded`:
+    tokens that an interrupted run for another text had come to, and that are of no use for this one.
+    """
 
     store: Path
     plan: Renewal
     done: WriteReport | None
+    discarded: int = 0
 
     def summary(self) -> dict[str, Any]:
         """Numbers and names, for JSON; sizes in bytes, times in seconds."""
@@ -81,7 +84,8 @@ class RenewReport:
         names = ("added", "changed", "gone", "skipped", "failed", "notes", "kept_tokens", "run_tokens")
         told = {"store": self.store, "n_tokens": len(plan.tokens), "documents": len(plan.documents)}
         told |= {name: getattr(plan, name) for name in names}
-        return told | {"kept": self.plan.start is None} | (asdict(self.done) if self.done else {})
+        told |= {"kept": plan.start is None, "discarded": self.discarded}
+        return told | (asdict(self.done) if self.done else {})
 
 
 def renew(
@@ -100,7 +104,8 @@ def renew(
     and the settings that it was made with: `plan_renewal`, then `renew_as`. The model is loaded where there
     is something to run. `device` and `weights` as in `prefill_jobs.append.append`.
 
-    An interrupted call is resumed by the same one. Raises as these two do, and `ModelError`.
+    An interrupted call is resumed by the same one; where the corpus has changed since, what was begun is
+    discarded. Raises as these two do, and `ModelError`.
     """
     plan = plan_renewal(store, corpus, model=model, rules=rules, drop=drop, progress=progress)
     loaded = load_for(plan.earlier, model, device, weights, adapter) if plan.start else None
@@ -200,8 +205,8 @@ def renew_as(
     is as it was. Raises `StoreError`, `ConfigError`, `DoesNotFit` and `VectorIndexError`.
     """
     if plan.start is None or loaded is None:
-        settle(store, plan.earlier)
-        return RenewReport(store, plan, None)
+        return RenewReport(store, plan, None, settle(store, plan.earlier, whole=True))
+    given = loaded, plan.earlier, plan.tokens, plan.documents, store, "renew", progress
     with memory_errors():
-        done = replaced(loaded, plan.earlier, plan.tokens, plan.documents, store, "renew", progress)
-    return RenewReport(store, plan, done)
+        done = replaced(*given, whole=True)
+    return RenewReport(store, plan, done, done.discarded)

@@ -270,7 +270,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
         return _renewed(renew_as(plan, loaded, store, progress))
     progress("tokenize", 0, len(texts))
     if work.kind == "append":
-        names = ["n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds"]
+        names = ["n_tokens", "added_tokens", "documents", "added", "known", "discarded", "bytes", "seconds"]
         return _result(append_texts(loaded, texts, store, progress=progress), names, unread)
     place = destination_of(store)
     prepared = prepare(loaded, texts, settings, place)
@@ -292,7 +292,7 @@ def _renewed(report: RenewReport) -> dict[str, Any]:
     plan, told = report.plan, report.summary()
     told = {"bytes": sum(plan.earlier.cost().values()), "seconds": 0.0} | told
     names = ["n_tokens", "documents", "added", "changed", "gone", "kept_tokens", "run_tokens"]
-    chosen = {name: told[name] for name in [*names, "bytes", "seconds"]}
+    chosen = {name: told[name] for name in [*names, "discarded", "bytes", "seconds"]}
     return chosen | _left_out((*plan.skipped, *plan.failed), plan.notes)
 
 

@@ -10,7 +10,7 @@ one (`ArraySpec.base`).
 
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -27,6 +27,7 @@ from offload_decode.store.marks import Kept, row_bytes
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, Segment
 from offload_decode.store.streams import allocate, kind_of, row_crcs, rows_at, write_all, write_array
+from offload_decode.types import Document
 
 BLOCK = 64 * 1024
 """Clones begin and end on the blocks of a file system, which have 4 to 64 KiB."""
@@ -94,7 +95,8 @@ class Growth:
     """The store that another one begins as, up to the token `cut`; and bytes of it that were shared and
     copied in this run. `command` goes on where it was interrupted. `queries` gives by layer the queries
     `[Hkv, n, D]` at n places, of positions and heads, which the earlier store does not keep. With `stays` the
-    earlier store is there for good, and its files are shared.
+    earlier store is there for good, and its files are shared. With `whole` the documents are those of all of
+    a corpus as it is now. `discarded`: tokens that another run had come to, in whose place this one began.
     """
 
     earlier: KVStore
@@ -103,8 +105,10 @@ class Growth:
     command: str
     queries: Callable[[Array, Array], Mapping[int, Array]]
     stays: bool = False
+    whole: bool = False
     shared: int = 0
     copied: int = 0
+    discarded: int = 0
 
     def replaces(self, path: Path) -> bool:
         """Whether the store that is written at `path` takes the place of the earlier one."""
@@ -116,6 +120,12 @@ class Growth:
         if not self.stays and is_left(partial, self.earlier):
             (partial / PROGRESS).unlink(missing_ok=True)
             remove(partial / REPLACED)
+
+    def supersedes(self, begun: Iterable[str], documents: Iterable[Document]) -> bool:
+        """Whether other work on the earlier store, which was `begun` with documents of these names, is over
+        where a store of `documents` is asked for: those of all of the corpus, or all of them once more.
+        """
+        return not self.stays and (self.whole or {*begun} <= {document.name for document in documents})
 
     def begun(self, manifest: Manifest, specs: Sequence[ArraySpec], samples: Samples) -> list[ArraySpec]:
         """The arrays of the new store, with the files that they begin with."""

@@ -17,6 +17,7 @@ from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
 from offload_decode.store.layout import ArraySpec, Samples, array_specs, samples_of
 from offload_decode.store.pages import fold_pages
+from offload_decode.store.reader import names_of
 from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed
 from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, no_errors, write_array
 from offload_decode.types import Document
@@ -30,16 +31,27 @@ def prepare(
 ) -> Samples:
     """Make the store in the staging folder `partial`, which is held, or see that it is this one; its samples.
 
-    StoreMismatch where something else was begun there; StoreDamaged where what was begun has changed.
+    Something else that was begun there makes way where the `growth` supersedes it: it was derived from the
+    earlier store, which stays, and from a corpus that is no longer the one to store. StoreMismatch where it
+    does not; StoreDamaged where what was begun has changed.
     """
     offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
     names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
     samples = samples_of(manifest)
     arrays = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
     arrays["query_positions"] = samples.positions[~samples.spare]
-    if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
+    begun = (partial / PROGRESS).exists() and (partial / STORE).exists()
+    others = _others(partial, manifest, arrays) if begun else []
+    if others and growth and growth.supersedes(_begun_names(partial), documents):
+        growth.discarded, begun = Committed.load(partial).tokens, False
+    if not begun:
         _create(partial, manifest, arrays, samples, growth)
-    _refuse_other_job(partial, manifest, arrays, growth)
+        others = _others(partial, manifest, arrays)
+    if others:
+        raise StoreMismatch(
+            f"{partial} was begun with another {' and another '.join(others)}: remove it to begin "
+            f"again{', or go on with the same corpus' if growth else ', or choose another path'}."
+        )
     return samples
 
 
@@ -97,10 +109,8 @@ def staged_specs(partial: Path, manifest: Manifest) -> dict[str, ArraySpec]:
     return specs
 
 
-def _refuse_other_job(
-    partial: Path, manifest: Manifest, arrays: Mapping[str, Array], growth: Growth | None
-) -> None:
-    """StoreMismatch where the staged store is not the one that was asked for."""
+def _others(partial: Path, manifest: Manifest, arrays: Mapping[str, Array]) -> list[str]:
+    """What is other in the staged store than in the one that is asked for, as users know it."""
     staged, wanted = layout.read_header(partial / STORE), manifest.to_json()
     if staged is None:
         raise staging.damaged(partial, layout.ROOT)
@@ -115,13 +125,18 @@ def _refuse_other_job(
     ]
     if not others and "documents" in {name.partition("/")[0] for name in changed}:
         others = ["list of documents"]
-    if others:
-        raise StoreMismatch(
-            f"{partial} was begun with another {' and another '.join(others)}: remove it to begin "
-            f"again{', or go on with the same corpus' if growth else ', or choose another path'}."
-        )
-    if changed:
+    if changed and not others:
         raise staging.damaged(partial, changed[0])
+    return others
+
+
+def _begun_names(partial: Path) -> list[str]:
+    """The documents of the staged store."""
+    name = "documents/names"
+    try:
+        return names_of(read_regular(partial / STORE / name / "c.0"))
+    except (FileNotFoundError, ValueError) as error:
+        raise staging.damaged(partial, name) from error
 
 
 def _staged_bytes(root: Path, name: str, size: int) -> bytes:

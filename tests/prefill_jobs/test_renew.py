@@ -10,7 +10,7 @@ import pytest
 
 from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreMismatch
 from offload_decode.engine.engine import Engine
-from offload_decode.kv.indexes import staging_folder
+from offload_decode.kv.indexes import examine, staging_folder
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs import continuing, job
 from offload_decode.prefill_jobs.append import append_texts
@@ -22,6 +22,7 @@ from offload_decode.prefill_jobs.job import Settings, prefill, prefill_texts, pr
 from offload_decode.prefill_jobs.renew import Renewal, compared, renew, renew_as
 from offload_decode.selectors.topk import HeadIndexes
 from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import partial_path
 from offload_decode.types import Document
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_append import CHAT, loaded
@@ -319,13 +320,58 @@ def test_an_interrupted_renewal_goes_on_and_another_one_waits(copied):
     with pytest.raises(KeyboardInterrupt):
         renew_as(plan, model, store, stop)
     assert tree(store) == before
-    with pytest.raises(StoreMismatch, match="or go on with the same corpus"):
-        renew_as(planned(model, store, CASES["reordered"]), model, store)
     done = renew_as(planned(model, store, texts), model, store).done
     assert done is not None
-    assert (done.resumed_from, seen[0]) == (seen[2], plan.kept_tokens)
+    assert (done.resumed_from, seen[0], done.discarded) == (seen[2], plan.kept_tokens, 0)
     prefill_texts(model, texts, store.with_name("whole.kv"), how)
     assert tree(store) == tree(store.with_name("whole.kv"))
+
+
+def stopped(model: LoadedModel, store: Path, texts: Texts) -> int:
+    """Begin a renewal, and stop after a chunk; the tokens that it had come to."""
+    seen = list[int]()
+
+    def stop(stage: str, done: int, total: int) -> None:
+        seen.extend([done] if stage == "prefill" else [])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        renew_as(planned(model, store, texts), model, store, stop)
+    return seen[1]
+
+
+@pytest.mark.parametrize("way", ["llama, chat", "gemma2, int4", "qwen3_next"])
+def test_a_corpus_that_changes_again_after_an_interrupted_renewal(copied, way):
+    """What was begun makes way, and is told of; so it does where the corpus is that of the store again."""
+    model, how, store = copied(way)
+    before, partial = tree(store), partial_path(store)
+    begun = stopped(model, store, CASES["the last token"])
+    report = renew_as(planned(model, store, TEXTS), None, store)
+    assert (report.done, report.discarded, report.summary()["discarded"]) == (None, begun, begun)
+    assert not partial.exists()
+    begun = stopped(model, store, CASES["shorter in the middle"])
+    assert tree(store) == before
+    report = renew_as(planned(model, store, CASES["grown"]), model, store)
+    assert report.done is not None
+    assert (report.discarded, report.done.resumed_from) == (begun, report.plan.kept_tokens)
+    prefill_texts(model, CASES["grown"], store.with_name("whole.kv"), how)
+    assert tree(store) == tree(store.with_name("whole.kv"))
+    assert not partial.exists()
+
+
+def test_an_index_that_a_kill_left_unpublished_is_renewed_too(copied, monkeypatch):
+    """The store has its place, and its index had not when the corpus changed again."""
+    model, _, store = copied()
+    build_indexes(store, "clusters", recall=0.9, k=8)
+    with monkeypatch.context() as patched:
+        patched.setattr(continuing, "publish_indexes", lambda store: None)
+        renew_as(planned(model, store, CASES["reordered"]), model, store)
+    done = renew_as(planned(model, store, CASES["shorter in the middle"]), model, store).done
+    assert done is not None
+    assert ([each.kind for each in done.indexes], done.left) == (["clusters"], ())
+    assert examine(KVStore.open(store), "clusters").whole
+    assert not staging_folder(store, "clusters").exists()
 
 
 def test_who_reads_the_store_goes_on_and_is_told(copied):

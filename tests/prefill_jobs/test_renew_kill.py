@@ -84,6 +84,23 @@ def test_killed_anywhere_again_and_again(renewals: Renewals, tmp_path: Path, nam
     assert tree(tmp_path) == renewals.ends[name]
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
+def test_edited_again_after_every_kill(renewals: Renewals, tmp_path: Path, seed: int) -> None:
+    """What each killed run had begun makes way for the next text: none of it is in the end."""
+    renewals.start(tmp_path)
+    draw = random.Random(seed)
+    stores = [store_of(found) for found in (renewals.begun, *renewals.ends.values())]
+    names = [draw.choice([*NEW, "old"]) for _ in range(4)] + ["longer"]
+    for name in names[:-1]:
+        kill_at = draw.randrange(1, max(renewals.steps.values()))
+        ran = renewals.runner.run(renewals.command(tmp_path, name), kill_at=kill_at)
+        assert ran.killed or ran.code == 0, ran
+        assert store_of(tree(tmp_path)) in stores
+    ran = renewals.runner.run(renewals.command(tmp_path, names[-1]))
+    assert ran.code == 0, ran
+    assert tree(tmp_path) == renewals.ends["longer"]
+
+
 @pytest.mark.parametrize(
     "from_the_end", [1, 9, 24, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 16, 30))]
 )

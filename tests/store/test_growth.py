@@ -269,11 +269,33 @@ def test_a_damaged_store_does_not_grow(corpus: Corpus, tmp_path: Path) -> None:
         corpus.append(tmp_path / "s.kv", 600)
 
 
-def test_another_corpus_is_refused_until_the_first_is_removed(corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "whole"), [(700, False), (500, True)])
+def test_what_was_begun_makes_way_for_more_of_its_documents_and_for_a_whole_corpus(
+    corpus: Corpus, tmp_path: Path, tokens: int, whole: bool
+) -> None:
+    """While it does, the earlier store stays, and nothing of what was begun is taken for the new one."""
+    before = tree(tmp_path / "s.kv")
     with corpus.append(tmp_path / "s.kv", 600) as writer:
         corpus.feed(writer, until=416)
+    growth = replace(growth_of(tmp_path / "s.kv"), whole=whole)
+    with corpus.job(tokens).open(tmp_path / "s.kv", growth) as writer:
+        assert (growth.discarded, writer.done) == (416, 320)
+        assert tree(tmp_path / "s.kv") == before
+    again = replace(growth, discarded=0)
+    corpus.job(tokens).write(tmp_path / "s.kv", growth=again)
+    assert again.discarded == 0
+    corpus.check_whole(tmp_path, tokens)
+
+
+def test_what_was_begun_does_not_make_way_for_other_documents(corpus: Corpus, tmp_path: Path) -> None:
+    with corpus.append(tmp_path / "s.kv", 600) as writer:
+        corpus.feed(writer, until=416)
+    begun = tree(partial_path(tmp_path / "s.kv"))
     with pytest.raises(StoreMismatch, match="or go on with the same corpus"):
-        corpus.append(tmp_path / "s.kv", 700)
+        corpus.append(tmp_path / "s.kv", 500)
+    assert tree(partial_path(tmp_path / "s.kv")) == begun
+    corpus.grow(tmp_path / "s.kv", 600)
+    corpus.check_whole(tmp_path, 600)
 
 
 def test_what_a_kill_after_the_exchange_leaves(corpus: Corpus, tmp_path: Path) -> None:
