@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from starlette.datastructures import UploadFile
 
 from offload_decode.common.files import parse
-from offload_decode.server.catalog import Entry
+from offload_decode.server.catalog import SUFFIX, Entry
 from offload_decode.server.http.answers import AppService, Name, Option, Short, WholeBody
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
 from offload_decode.server.job import Job, Kind, Upload
@@ -55,10 +55,12 @@ class Texts(WholeBody):
 
 
 class Corpus(Texts):
-    """All documents of a store as they are now: edited, in another order, new or gone. `drop`: also where
-    most of those that the store has are gone.
+    """All documents of a store as they are now: edited, in another order, new or gone. `text` is that of the
+    only document of a store, or of the one that is called as the store is. `drop`: also where most of those
+    that the store has are gone.
     """
 
+    text: str | None = None
     drop: bool = False
 
 
@@ -210,7 +212,7 @@ def router() -> APIRouter:
             fields = asked.model_dump(include={"kv", "system", "method", "options", "index"})
             fields |= asked.model_dump(include={"dtype", "weights", "rope"}, exclude_none=True)
             if asked.text is not None:
-                documents = [_upload(asked.name, asked.text), *documents]
+                documents = [_upload(asked.name.removesuffix(SUFFIX), asked.text), *documents]
             job = await run_sync(partial(service.jobs.prefill, asked.name, asked.model, documents, **fields))
         return _job(service, job)
 
@@ -236,6 +238,8 @@ def router() -> APIRouter:
     async def renew(request: Request, service: AppService, name: Name) -> JobAnswer:
         """Make a store what its documents are now, as JSON or as a form with files: all of them are sent."""
         async with _sent(request, Corpus, service.settings.max_body) as (asked, documents):
+            if asked.text is not None:
+                documents = [_upload(await run_sync(_text_of, service, name), asked.text), *documents]
             job = await run_sync(service.jobs.renew, name, documents, asked.drop)
         return _job(service, job)
 
@@ -321,6 +325,13 @@ def _checked(shape: type[Sent], fields: Any) -> Sent:
     except ValidationError as error:
         found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(found, body=fields) from error
+
+
+def _text_of(service: Service, name: str) -> str:
+    """The document of a store whose `text` is given without a name."""
+    _, path = service.jobs.store(name)
+    documents = KVStore.open(path).documents
+    return documents[0].name if len(documents) == 1 else path.name.removesuffix(SUFFIX)
 
 
 def _upload(name: str, text: str) -> Upload:

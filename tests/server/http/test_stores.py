@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,10 @@ from offload_decode.server.jobs import Jobs
 from offload_decode.server.metrics import Metrics
 from offload_decode.server.requests import Settings
 from offload_decode.store.reader import KVStore
+from offload_decode.types import Document
 from tests.server.test_catalog import make_store, until
 from tests.server.test_jobs import DONE, HALF, WAIT, says
+from tests.store.jobs import FULL, make_job
 
 __all__ = ["says"]
 
@@ -181,6 +184,25 @@ def test_a_store_is_renewed(client, says):
     error(client.post("/v1/stores/other/renew", json={"documents": documents}), 404)
     for wrong, where in (({}, "documents"), ({"documents": documents, "drop": "yes, all"}, "drop")):
         assert error(client.post("/v1/stores/book/renew", json=wrong), 400)["param"] == where
+
+
+def test_a_text_is_that_of_the_only_document_or_of_the_one_called_as_its_store(client, shelf, says):
+    """So a store that was made of a text is renewed with one, whatever was appended to it since."""
+    says([DONE])
+    jobs: Jobs = client.app.state.service.jobs
+    made = client.post("/v1/stores", json={"name": "new.kv", "text": "Hello"}).json()
+    assert jobs.job(made["id"]).documents == (("new", True),)
+    job = make_job(40, "float32", (FULL,), query_samples=8)
+    replace(job, documents=(Document("corpus.txt", 0, 40),)).write(shelf / "one.kv")
+    until(lambda: client.get("/v1/stores/one").status_code == 200)
+    more = [{"name": "a", "text": "b"}]
+    for name, document in (("one", "corpus.txt"), ("book", "book")):
+        for further in ([], more):
+            renewed = client.post(f"/v1/stores/{name}/renew", json={"text": "Hi", "documents": further})
+            assert renewed.status_code == 202, renewed.text
+            found = jobs.job(ended(client, renewed.json())["id"]).documents
+            assert found == ((document, True), ("a", True))[: 1 + len(further)]
+    error(client.post("/v1/stores/other/renew", json={"text": "Hi"}), 404)
 
 
 def test_a_job_says_why_it_failed_without_paths(client, shelf, says):
