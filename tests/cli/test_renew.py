@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode.prefill_jobs.renew import renew
 from tests.cli.conftest import TEXT, done, json_of, refused, run
 from tests.prefill_jobs.killing import tree
 
@@ -51,6 +52,36 @@ def test_as_json(copy, corpus):
     assert told == (["corpus.txt"], False, str(store))
     assert report["n_tokens"] == report["kept_tokens"] + report["run_tokens"]
     assert json.loads(run("renew", store, corpus, "--json", "--dry-run", "-q").out)["kept"]
+
+
+def stopped(store: Path, corpus: Path) -> int:
+    """Begin a renewal, and stop after a chunk; the tokens that it had come to."""
+    seen = list[int]()
+
+    def stop(stage: str, tokens: int, total: int) -> None:
+        seen.extend([tokens] if stage == "prefill" else [])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        renew(store, str(corpus), device="cpu", progress=stop)
+    return seen[1]
+
+
+def test_what_was_begun_for_an_earlier_edit_is_told_and_not_in_the_way(copy, corpus):
+    store = copy("s.kv")
+    corpus.write_text("Now: " + TEXT)
+    tokens = stopped(store, corpus)
+    note = f"an interrupted run was for another text: the {tokens:,} tokens it had come to were discarded"
+    corpus.write_text("Then: " + TEXT)
+    assert note in done("renew", store, corpus).err.splitlines()
+    corpus.write_text("Now: " + TEXT)
+    tokens = stopped(store, corpus)
+    corpus.write_text("Then: " + TEXT)
+    report = json_of("renew", store, corpus)
+    assert (report["kept"], report["discarded"]) == (True, tokens)
+    assert json_of("renew", store, corpus)["discarded"] == 0
+    assert not store.with_name(f"{store.name}.partial").exists()
 
 
 def test_what_is_not_the_corpus_is_refused(copy, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.common.errors import ConfigError, CorpusError, TextRefused
+from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, TextRefused
 from offload_decode.models import prompt
 from offload_decode.models.loading import load
 from offload_decode.models.prompt import encode
@@ -98,6 +98,28 @@ def test_a_renewed_store_is_that_of_its_documents_as_they_are_now(shelf, tiny, t
     monkeypatch.undo()
     dropped, _ = run_here(shelf, replace(work, drop=True), text("another"))
     assert (dropped["added"], dropped["gone"]) == (("another",), ("facts", "more"))
+
+
+def test_a_renewal_that_failed_makes_way_for_one_to_another_text(shelf, tiny, tmp_path):
+    path, plain = shelf / "book.kv", tmp_path / "plain.kv"
+    work = Work("renew", "book", str(path), str(tiny))
+    run_here(shelf, replace(work, kind="prefill", options=CHUNK), text("facts"))
+    before = tree(path)
+
+    def fail(stage: str, done: int, total: int) -> None:
+        if stage == "prefill" and done:
+            raise MemoryError
+
+    with closing(JobFiles(shelf)) as files:
+        failed = files.create(work, [text("facts", MORE + FACTS)])
+        with pytest.raises(DoesNotFit):
+            run(files.of(failed.id), "cpu", fail)
+    assert tree(path) == before
+    made, _ = run_here(shelf, work, text("facts", FACTS + MORE))
+    assert made["discarded"] == CHUNK["chunk"]
+    now = [TextDocument("facts", (FACTS + MORE).strip())]
+    prefill_texts(load(str(tiny), "cpu"), now, plain, Settings(options=CHUNK))
+    assert tree(path) == tree(plain)
 
 
 def test_a_system_message_is_put_where_the_template_has_a_place_for_one(shelf, tiny):
