@@ -265,6 +265,24 @@ def test_interrupted_prefill_resumes(maker, texts, out, monkeypatch):
     assert not any("b.txt, 0 of" in about for about in done)
 
 
+@pytest.mark.parametrize("now", ["beta " * 13 + "end", "beta " * 10, "other " * 9])
+def test_a_document_that_changes_again_after_an_interrupted_run(maker, texts, out, tmp_path, collected, now):
+    """What was begun of the text in between is removed, and its document is that of now."""
+
+    def interrupt(stage: str, at: int, total: int, about: str) -> None:
+        if "a.txt, 64 of" in about:
+            raise Killed
+
+    (texts / "a.txt").write_text("beta " * 30)
+    with pytest.raises(Killed):
+        collect(str(texts), out, maker, progress=interrupt)
+    assert len([*out.glob("stores/*/*.partial")]) == 1
+    (texts / "a.txt").write_text(now)
+    assert counts(collect(str(texts), out, maker))[2:] == (0, 0)
+    prefill(str(texts / "a.txt"), model=maker.model, out=tmp_path / "whole.kv", settings=SETTINGS)
+    assert tree(held(out)["a.txt"]) == tree(tmp_path / "whole.kv")
+
+
 def test_one_process_changes_it_at_a_time(maker, texts, out):
     with Changing.at(out), pytest.raises(StoreBusy, match="Another process is changing the collection"):
         collect(str(texts), out, maker)
