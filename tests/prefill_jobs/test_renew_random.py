@@ -4,8 +4,9 @@ through before. Some renewals are stopped, and the corpus changes again before t
 
 import random
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,14 +22,23 @@ from tests.prefill_jobs.test_on import numbers
 
 CHUNK = 16
 WAYS = {
-    "llama": ("llama", None, {}),
     "llama, chat, int8": ("llama", CHAT, {"kv": "int8"}),
     "gemma2, int4": ("gemma2", None, {"kv": "int4-values"}),
     "qwen3_next": ("qwen3_next", CHAT, {}),
+    "llama": ("llama", None, {}),
     "deepseek_v3, quoka": ("deepseek_v3", None, {"method": "quoka", "budget": "20"}),
     "lfm2": ("lfm2", None, {}),
 }
 Texts = list[TextDocument]
+
+
+def cases(ways: Sequence[str], quick: int) -> list[Any]:
+    """Every way with nine seeds: the first `quick` ways with the first seed in every run of the tests."""
+    return [
+        pytest.param(way, seed, marks=[pytest.mark.slow] if seed or number >= quick else [])
+        for seed in range(9)
+        for number, way in enumerate(ways)
+    ]
 
 
 class Draw(random.Random):
@@ -89,8 +99,7 @@ def stopped_or_renewed(draw: Draw, model: LoadedModel, store: Path, texts: Texts
     return True
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
+@pytest.mark.parametrize(("way", "seed"), cases([*WAYS], 3))
 def test_whatever_was_edited(tmp_path: Path, way: str, seed: int) -> None:
     family, template, how = WAYS[way]
     options = {"chunk": CHUNK, **{name: own for name, own in how.items() if name == "budget"}}
@@ -108,8 +117,7 @@ def test_whatever_was_edited(tmp_path: Path, way: str, seed: int) -> None:
             KVStore.open(store).verify()
 
 
-@pytest.mark.parametrize("way", ["llama, chat, int8", "gemma2, int4", "qwen3_next"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
+@pytest.mark.parametrize(("way", "seed"), cases(["gemma2, int4", "llama, chat, int8", "qwen3_next"], 1))
 def test_whatever_was_edited_in_a_tree(tmp_path: Path, way: str, seed: int) -> None:
     """The root, one on it, and one on that, in any order: none changes another, though they share files."""
     family, template, how = WAYS[way]
