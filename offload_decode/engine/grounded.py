@@ -30,7 +30,7 @@ class Signs(NamedTuple):
 
     attention: the share of a row's attention that is notable and on the text, the mean over the words of the
     answer that the question does not have. found: the share of the question's words that stand in the passage
-    which was attended to most.
+    which was attended to most, each counted by its tokens: names have more than words that any question has.
     """
 
     attention: float
@@ -116,9 +116,9 @@ class Evidence:
             for (earlier, before), (rows, mass) in pairwise(self._sums)
         ]
         told = [share for share, wanted in zip(shares, tells, strict=False) if wanted]
-        asked, (start, end) = words(self.question), passage(self.watch.mass, self.opening)
-        there = words(tokenizer.decode(text_ids(store, tokenizer, start, end)))
-        return Signs(fmean(told or shares or [0.0]), len(asked & there) / max(1, len(asked)))
+        start, end = passage(self.watch.mass, self.opening)
+        text = tokenizer.decode(text_ids(store, tokenizer, start, end))
+        return Signs(fmean(told or shares or [0.0]), found(self.question, text, tokenizer))
 
 
 class Record:
@@ -175,6 +175,14 @@ def passage(mass: Array, opening: int) -> tuple[int, int]:
     ends = np.searchsorted(tokens, tokens + WINDOW)
     first = int((sums[ends] - sums[:-1]).argmax())
     return max(opening, int(tokens[first]) - AROUND), int(tokens[ends[first] - 1]) + 1 + AROUND
+
+
+def found(question: str, text: str, tokenizer: Any) -> float:
+    """The share of the question's words that stand in a text, each counted by its tokens."""
+    there, counts = words(text), dict[str, int]()
+    for word in words(question):
+        counts[word] = len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"])
+    return sum(count for word, count in counts.items() if word in there) / max(1, sum(counts.values()))
 
 
 def words(text: str) -> set[str]:

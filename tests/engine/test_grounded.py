@@ -5,7 +5,17 @@ import pytest
 
 from offload_decode.engine import grounded
 from offload_decode.engine.engine import Engine, without_corpus
-from offload_decode.engine.grounded import AROUND, FIRST, WEIGHTS, Evidence, Signs, Weights, passage, telling
+from offload_decode.engine.grounded import (
+    AROUND,
+    FIRST,
+    WEIGHTS,
+    Evidence,
+    Signs,
+    Weights,
+    found,
+    passage,
+    telling,
+)
 from offload_decode.engine.text import Pieces
 from offload_decode.prefill_jobs.job import prefill
 from tests.tiny import saved_model
@@ -50,6 +60,18 @@ def test_the_number_is_a_share_that_grows_with_each_sign(weights):
 )
 def test_words_that_the_question_has_tell_nothing(answer, told):
     assert telling(answer, "Who is the MAYOR in Zürich?") == told
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("Solfe is old", 5 / 13), ("WHO rules here", 8 / 13), ("who rules: Solfe", 1.0), ("", 0.0)],
+)
+def test_words_are_found_by_their_tokens(text, share):
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": [*text.strip()]}  # a letter each
+
+    assert found("Who rules Solfe?", text, tokenizer) == share
+    assert found("?", text, tokenizer) == 0
 
 
 def test_the_passage_is_the_window_that_holds_the_most():
