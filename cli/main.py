@@ -1,10 +1,13 @@
-"""The `offload-decode` command: `app` has all commands, `main` is the console entry point."""
+"""The `offload-decode` command: `app` has all commands, `console` is the entry point, `main` for programs."""
 
 import atexit
 import gc
 import io
 import logging
+import os
 import sys
+import threading
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -98,24 +101,50 @@ class _Notes(logging.Handler):
             output.note(record.getMessage())
 
 
+def console() -> None:
+    """`main`, without the third of a second in which Python frees what the system frees anyway."""
+    try:
+        main()
+    except SystemExit as ended:
+        _leave(ended.code)
+        raise
+
+
 def main() -> None:
-    """Run the command that the arguments name, and exit with its code."""
+    """Run the command that the arguments name, and raise `SystemExit` with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
-    gc.set_threshold(50_000, 20, 20)  # imports make a million objects, none of them garbage
+    _collect_little_garbage()
     skip_slow_imports()
     for name in ("models.gguf_cache", "common.slow_work"):
         slow = logging.getLogger(f"offload_decode.{name}")
         slow.setLevel(logging.INFO)
         slow.addHandler(_Notes())
-    atexit.register(_leave_garbage)
     app()
 
 
-def _leave_garbage() -> None:
-    """Skip the last garbage collection, which takes half a second with torch loaded; but not with Triton,
-    which would print a page on stderr about leftovers.
-    """
-    if "triton" not in sys.modules:
-        gc.freeze()
+def _collect_little_garbage() -> None:
+    """Look for garbage first among a million objects: imports make half of them, none of it garbage."""
+
+    def usually(*_: object) -> None:
+        gc.callbacks.remove(usually)
+        gc.set_threshold(50_000, 20, 20)
+
+    gc.callbacks.append(usually)
+    gc.set_threshold(1_000_000)
+
+
+def _leave(code: object) -> None:
+    """End the process as Python does, up to the point where it frees its objects one by one."""
+    others = set(threading.enumerate()) - {threading.main_thread()}
+    if not isinstance(code, int) or not all(one.daemon for one in others):
+        return  # Python writes a message, or waits for threads
+    if sys.getprofile() is not None or sys.gettrace() is not None:
+        return  # whoever measures has yet to write
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):  # of which Python makes a code of its own
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)

@@ -28,7 +28,7 @@ typer.testing._get_command = cache(typer.main.get_command)
 # Which command of this process first compiles a loop is chance: test_startup uses processes of its own.
 compiling.announce_compiling = lambda: None
 
-PROGRAM = (sys.executable, "-c", "from offload_decode.cli.main import main; main()")
+PROGRAM = (sys.executable, "-c", "from offload_decode.cli.main import console; console()")
 """The command line in a process of its own; arguments follow."""
 MAIN = PROGRAM[-1]
 """The program of `PROGRAM`, for `tests.processes.apart`."""

@@ -97,6 +97,51 @@ def test_compiling_is_announced_once(tmp_path):
     assert (first.stderr.count("\n"), again.returncode, again.stderr) == (1, 0, "")
 
 
+LEAVING = """
+import atexit, os, sys, threading, time
+from offload_decode.cli import main as program
+def late():
+    time.sleep(0.2)
+    print("a thread ended")
+def main():
+    {thread}
+    atexit.register(print, "at the exit")
+    print("answered")
+    sys.exit({code})
+program.main = main
+os._exit, leave = lambda code: (print("left", flush=True), leave(code)), os._exit
+program.console()
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "code", "told", "ended"),
+    [
+        ("", "3", ["answered", "at the exit", "left"], 3),
+        ("threading.Thread(target=late).start()", "0", ["answered", "a thread ended", "at the exit"], 0),
+        ("", "'a message'", ["answered", "at the exit"], 1),
+        ("sys.setprofile(lambda *_: None)", "0", ["answered", "at the exit"], 0),
+    ],
+)
+def test_a_process_leaves_at_once_where_nothing_is_lost_by_it(thread, code, told, ended):
+    ran = apart(LEAVING.format(thread=thread, code=code))
+    assert (ran.stdout.split("\n")[:-1], ran.returncode) == (told, ended), ran.stderr
+
+
+GARBAGE = """
+import gc
+from offload_decode.cli import main as program
+program._collect_little_garbage()
+assert gc.get_threshold()[0] == 1_000_000
+gc.collect()
+print(*gc.get_threshold(), len(gc.callbacks))
+"""
+
+
+def test_garbage_is_looked_for_as_usual_after_the_first_time():
+    assert apart(GARBAGE).stdout.split() == ["50000", "20", "20", "0"]
+
+
 def test_a_late_pattern_is_the_pattern():
     late, pattern = LatePattern(r"(?P<layer>layers\.\d+)\.w", re.IGNORECASE), r"(?P<layer>layers\.\d+)\.w"
     for own in (late, copy.copy(late), copy.deepcopy(late)):
