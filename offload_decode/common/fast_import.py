@@ -25,6 +25,7 @@ _ALGEBRA = "numba.np.arraymath"
 _DYNAMO = "torch._dynamo"
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
 _BLAS = "scipy.linalg"
+_CLOUD = "accelerate.utils.imports"
 
 
 def skip_slow_imports() -> None:
@@ -125,7 +126,11 @@ def _without_libraries(load: Callable[[ModuleType], None], module: ModuleType) -
 
 
 def _without_blas(load: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Without BLAS, for which numba imports scipy where it is installed: our loops call none of it."""
+    """Without BLAS, for which numba imports scipy where it is installed: our loops call none of it.
+
+    Whoever compiles `numpy.dot` later gets BLAS: numba looks for it again, and only `numpy.correlate` and
+    `convolve` keep a loop of their own.
+    """
     loaded = sys.modules.get(_BLAS)
     sys.modules[_BLAS] = None  # type: ignore[assignment]  # importlib's mark of a module that cannot be imported
     try:
@@ -134,6 +139,12 @@ def _without_blas(load: Callable[[ModuleType], None], module: ModuleType) -> Non
         del sys.modules[_BLAS]
         if loaded is not None:
             sys.modules[_BLAS] = loaded
+
+
+def _without_cloud(load: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Without Amazon's library, which accelerate imports for its launcher where it is installed."""
+    load(module)
+    vars(module)["is_boto3_available"] = lambda: False
 
 
 def _compiling_late(load: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -163,4 +174,5 @@ _CHANGES: dict[str, Callable[[Callable[[ModuleType], None], ModuleType], None]] 
     _ASKED: _without_libraries,
     _PATTERNS: _compiling_late,
     _ALGEBRA: _without_blas,
+    _CLOUD: _without_cloud,
 }

@@ -15,6 +15,7 @@ from tests.processes import apart
 
 NEVER = {
     "accelerate.commands.launch",
+    "boto3",
     "datasets",
     "fastapi",
     "matplotlib",
