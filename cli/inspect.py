@@ -52,7 +52,7 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
 
 
 def _store_fields(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
-    from offload_decode.models.fingerprints import noted
+    from offload_decode.hf.user_cache import noted
     from offload_decode.store.tree import bases_of, begun_as
 
     manifest, cost = store.manifest, store.cost()
@@ -118,7 +118,7 @@ def _note(manifest: Manifest) -> str:
 
 
 def _check(manifest: Manifest) -> str:
-    from offload_decode.models.fingerprints import noted
+    from offload_decode.hf.user_cache import noted
 
     release = f"transformers {version('transformers')}"
     difference = noted(manifest.model_config_hash)

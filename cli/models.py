@@ -63,9 +63,10 @@ def _listed() -> tuple[str, dict[str, list[str]]]:
 def _one(model: str, as_json: bool) -> None:
     from offload_decode.common.errors import UnsupportedModel
     from offload_decode.hf.shape import claimed_shape
+    from offload_decode.hf.user_cache import note
     from offload_decode.hf.verify import check_equivalence
     from offload_decode.models.checkpoint import stated_config
-    from offload_decode.models.fingerprints import config_hash, note
+    from offload_decode.models.fingerprints import config_hash
 
     config = stated_config(model)
     shape: ModelShape | None = None

@@ -10,15 +10,18 @@ rotary module of such a model therefore gets one position more, the last one of 
 rotation is dropped: whatever the module does with lengths, it does as in one pass over all of the text.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
+
+if TYPE_CHECKING:  # `inspect` tells positions without torch
+    from torch import nn
 
 CONTEXT = 512
 """Tokens that are expected to follow a prefix, by default: a usual question and its answer."""
@@ -188,6 +191,8 @@ def _switches(rope: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _tables(decoder: nn.Module) -> Iterator[int]:
     """Positions in each table of them: an embedding, or a buffer of sines (GPT-J)."""
+    from torch import nn
+
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Embedding) and _TABLES.search(path):
             before = 0 if module.padding_idx is None else module.padding_idx + 1

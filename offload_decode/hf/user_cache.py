@@ -1,4 +1,7 @@
-"""The user's cache: fingerprints of large files, and other short values that take long to compute."""
+"""The user's cache: fingerprints of large files, and other short values that take long to compute.
+
+`note` and `noted` keep the result of an equivalence check by a model's fingerprint.
+"""
 
 import hashlib
 import json
@@ -81,6 +84,20 @@ def save_text(key: str, value: str) -> None:
         os.replace(temporary, path)
 
 
+def note(config_hash: str, difference: float) -> None:
+    """Save a passed equivalence check's difference in the user's cache, for programs that load no model."""
+    if noted(config_hash) != difference:
+        save_text(_check_key(config_hash), repr(difference))
+
+
+def noted(config_hash: str) -> float | None:
+    """The difference that was saved for a model with the installed transformers; None without a check."""
+    try:
+        return float(load_text(_check_key(config_hash)) or "")
+    except ValueError:
+        return None
+
+
 def _folder() -> Path:
     return cache_folder() / "fingerprints"
 
@@ -92,3 +109,7 @@ def _path(key: str) -> Path:
 def _identities(files: Sequence[Path]) -> list[Identity] | None:
     found = [one for one in map(identity, files) if one is not None]
     return found if len(found) == len(files) else None
+
+
+def _check_key(config_hash: str) -> str:
+    return f"checked {version('transformers')} {version('torch')} {config_hash}"

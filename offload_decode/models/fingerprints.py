@@ -1,14 +1,13 @@
 """The fingerprints by which a store knows its model: of the config, of the weights and of the tokenizer.
 
 The first two begin with their version and a colon: a store of a release that hashed less is told apart from
-a store of another model. `note` and `noted` keep the result of an equivalence check by a model's fingerprint.
+a store of another model.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from offload_decode.common.rows import threads
 from offload_decode.common.slow_work import SlowWork
 from offload_decode.hf.positions import DEPENDENT, depends_on_length, rope_parameters, rotations
-from offload_decode.hf.user_cache import load_text, save_text
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 _BLOCK = 64 << 20  # bytes that one thread hashes at a time, and that a device's weights are copied in
@@ -218,21 +216,3 @@ def find_tokenizer(name: str, tokenizer: Any) -> None:
         return tokenizer if wanted == name else found(wanted, *args, **options)
 
     AutoTokenizer.from_pretrained = classmethod(from_pretrained)
-
-
-def note(config_hash: str, difference: float) -> None:
-    """Save a passed equivalence check's difference in the user's cache, for programs that load no model."""
-    if noted(config_hash) != difference:
-        save_text(_key(config_hash), repr(difference))
-
-
-def noted(config_hash: str) -> float | None:
-    """The difference that was saved for a model with the installed transformers; None without a check."""
-    try:
-        return float(load_text(_key(config_hash)) or "")
-    except ValueError:
-        return None
-
-
-def _key(config_hash: str) -> str:
-    return f"checked {version('transformers')} {version('torch')} {config_hash}"

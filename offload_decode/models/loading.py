@@ -26,11 +26,11 @@ from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, logits_after
 from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
 from offload_decode.hf.rope_scaling import Trained, trained_of
-from offload_decode.hf.user_cache import cached_fingerprint
+from offload_decode.hf.user_cache import cached_fingerprint, note
 from offload_decode.hf.verify import check_equivalence, packs, shape_of
 from offload_decode.models import adapters, checkpoint, quantization
 from offload_decode.models.block_layers import quantize
-from offload_decode.models.fingerprints import config_hash, note, tokenizer_hash, weights_hash
+from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.gguf_cache import converted
 from offload_decode.models.layer_streaming import check_card, stream

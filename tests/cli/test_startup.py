@@ -73,6 +73,12 @@ def test_ask_skips_slow_imports_and_answers_the_same(store, monkeypatch):
     assert sorted(modules & NEVER) == []
 
 
+def test_a_store_is_inspected_without_torch(store):
+    printed, modules = imported("inspect", store)
+    assert "tokens" in printed
+    assert sorted(modules & {"torch", "transformers"}) == []
+
+
 @pytest.mark.parametrize("program", [pytest.param(GIVING_WAY, marks=pytest.mark.slow), LATE])
 def test_slow_imports_happen_for_the_compiler_and_patterns_at_first_use(program):
     ran = apart(program)
