@@ -61,7 +61,8 @@ _, *GENERAL = _BLOCKS[-1].split("\n")
 @dataclass(frozen=True)
 class Asked:
     """A question about a thing of a kind: `told` in the text, `removed` from it, `absent` with all that is
-    about the thing, or `general`; what tells its answer.
+    about things of the kind, `renamed` where it is told of another thing of the kind, or `general`; what
+    tells its answer.
     """
 
     kind: str
@@ -112,7 +113,13 @@ def questions(rng: random.Random, number: int) -> list[Asked]:
         for rank, place in enumerate(order)
     ]
     asked += [Asked(**{**vars(every[3][one]), "label": "absent"}) for one in orders[3][: 1 + half]]
-    return [*asked, Asked("general", "general", GENERAL[number % len(GENERAL)])]
+    asked.append(Asked("general", "general", GENERAL[number % len(GENERAL)]))
+    others = random.Random(f"renamed {number}")
+    for kind, order in zip(kinds[:3], orders, strict=False):
+        # What the text tells of the thing of this kind, asked for one of another name.
+        told = [place for rank, place in enumerate(order) if rank % 2 == half]
+        asked.append(Asked(**{**vars(facts(others, kind)[others.choice(told)]), "label": "renamed"}))
+    return asked
 
 
 def answers(
