@@ -1,0 +1,136 @@
+"""Codes of how many bits find the keys that queries attend to? python -m benchmarks.search_bits STORE
+
+STORE has the default index, whose codes are 4 bits a channel of what keys differ from their cell's mean. Here
+the same differences are also coded in 3 and 2 bits. Stored queries of the last tenth of the text score all
+keys by these codes; the best c·k are scored again, by keys in int8, and the best k of them stay. Each cell has
+the share of the attention of the exact k best that was found: its mean, its 1st percentile, and how many
+queries lose more than a tenth; then the KB that a query reads: means and variances of the cells, codes with a
+scale and an id a key in as many cells as the default index scans, and the c·k keys.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import option_parser, table
+from offload_decode.attention.rows import tensor_view
+from offload_decode.common.rows.arrays import Float32
+from offload_decode.common.rows.encodings import INT8, SCALE_BYTES, decode, encode
+from offload_decode.evals.recorded_queries import SAMPLE_SHARE
+from offload_decode.indexes.clusters.cells import LARGEST, Cells
+from offload_decode.indexes.clusters.index import ClusteredIndex, share_read
+from offload_decode.kv.indexes import DEFAULT, heads_of, index_path, kind_folder
+from offload_decode.store.reader import KVStore
+
+BITS = 4, 3, 2
+TIMES = 1, 1.5, 2, 4  # candidates for each key that is wanted
+COUNTS = 64, 256
+SHARE = 0.02
+LOSS = 0.1
+STEPS = {3: 0.586, 2: 0.996}  # of the deviation: nearest to normal numbers (Max 1960)
+BESIDE = 8  # bytes of a key's scale and id
+OF_A_CELL = 12  # bytes beside its moments
+
+
+def coded(rest: Float32, bits: int) -> Float32:
+    """What codes of so many bits, with one scale a key, stand for: `[N, D]` as the differences given. In 4 as
+    the index has them; in fewer, where zero would waste one of few codes, at odd halves of a step.
+    """
+    if bits == 4:
+        scale = np.abs(rest).max(1, keepdims=True) / LARGEST
+        whole = np.rint(np.divide(rest, scale, out=np.zeros_like(rest), where=scale > 0))
+        return whole * scale
+    step = STEPS[bits] * np.sqrt(np.square(rest).mean(1, keepdims=True))
+    most = 2 ** (bits - 1) - 0.5
+    whole = np.floor(np.divide(rest, step, out=np.zeros_like(rest), where=step > 0)) + 0.5
+    return whole.clip(-most, most) * step
+
+
+def spread(cells: Cells, n: int) -> Float32:
+    """The mean of each key's cell: `[N, D]`."""
+    places = np.repeat(np.arange(len(cells.counts)), np.diff(cells.starts) * (len(cells.ids) // cells.starts[-1]))
+    own = np.empty((n, cells.means.shape[1]), np.float32)
+    real = cells.ids >= 0
+    own[cells.ids[real]] = cells.means[places[real]]
+    return own
+
+
+def best(scores: Float32, k: int) -> np.ndarray:
+    """The places of the k largest of each row, the largest first."""
+    some = np.argpartition(-scores, k - 1, 1)[:, :k]
+    return np.take_along_axis(some, np.argsort(-np.take_along_axis(scores, some, 1), 1), 1)
+
+
+def found(logits: Float32, exact: Float32, rough: Float32, k: int, candidates: int) -> Float32:
+    """The share `[R]` of the attention of the k best that is found. logits, exact, rough `[R, N]`: what
+    attention is of, and the scores that choose the k best of the candidates and these.
+    """
+    first = best(rough, min(candidates, rough.shape[1]))
+    chosen = np.take_along_axis(first, best(np.take_along_axis(exact, first, 1), k), 1)
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    held = np.take_along_axis(weights, best(logits, k), 1).sum(1)
+    return np.take_along_axis(weights, chosen, 1).sum(1) / held
+
+
+def bytes_read(cells: Cells, n: int, bits: int, k: int, candidates: int) -> float:
+    """About what a query reads of the index of a head, and of its keys."""
+    dim = cells.means.shape[1]
+    moments = len(cells.counts) * (8 * dim + OF_A_CELL)
+    return moments + share_read(n, k) * len(cells.ids) * (dim * bits / 8 + BESIDE) + candidates * (dim + SCALE_BYTES)
+
+
+Case = tuple[int, int, float]
+
+
+def of_head(store: KVStore, layer: int, head: int, counts: list[int]) -> Iterator[tuple[Case, Float32, float]]:
+    """Of each number of keys, bits and times, the shares that its queries find, and the bytes of one."""
+    own = store.manifest
+    path = index_path(kind_folder(store.path, DEFAULT), layer, head)
+    cells = ClusteredIndex.load(path, store.keys(layer, head), digest=store.digest(layer, head)).cells
+    keys, queries = (tensor_view(part(layer, head)).float().numpy() for part in (store.keys, store.queries))
+    asking = queries[store.query_positions >= (1 - SAMPLE_SHARE) * own.n_tokens]
+    near = spread(cells, own.n_tokens)
+    logits = asking @ keys.T * np.float32(own.shape.head_dim**-0.5)
+    exact = asking @ decode(encode(keys, INT8)).T
+    for bits in BITS:
+        rough = asking @ (near + coded(keys - near, bits)).T
+        for k in counts:
+            for times in TIMES:
+                candidates = round(times * k)
+                read = bytes_read(cells, own.n_tokens, bits, k, candidates)
+                yield (k, bits, times), found(logits, exact, rough, k, candidates), read
+
+
+def rows(store: KVStore, counts: list[int]) -> list[list[str]]:
+    """A row of the table for bits and times, over all heads."""
+    shares: dict[Case, list[Float32]] = {}
+    read: dict[Case, list[float]] = {}
+    for place in heads_of(store):
+        for case, own, size in of_head(store, *place, counts):
+            shares.setdefault(case, []).append(own)
+            read.setdefault(case, []).append(size)
+    table_rows = []
+    for bits in BITS:
+        for times in TIMES:
+            cells = [f"{bits} bits, {times:g} k"]
+            for k in counts:
+                every = np.concatenate(shares[k, bits, times])
+                cells.append(f"{every.mean():.2%}, {np.percentile(every, 1):.1%}, {(every < 1 - LOSS).mean():.2%}")
+                cells.append(f"{np.mean(read[k, bits, times]) / 1000:.0f}")
+            table_rows.append(cells)
+    return table_rows
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("store", type=Path)
+    store = KVStore.open(parser.parse_args().store)
+    counts = [COUNTS[0], round(SHARE * store.manifest.n_tokens), COUNTS[1]]
+    print(f"{store.manifest.n_tokens:,} tokens, {len(heads_of(store))} KV heads")
+    heads = [head for k in counts for head in (f"{k} keys", "KB")]
+    print(table(["codes, candidates", *heads], rows(store, counts)))
+
+
+if __name__ == "__main__":
+    main()
