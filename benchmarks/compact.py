@@ -2,7 +2,9 @@
 
 Facts are planted in a text, which is prefilled. Questions for them, and two for the whole of the text, are
 answered with dense attention; the tokens of these answers are then run behind stores in fewer bits, with
-dense attention and with the default selector, and with attention to kept keys alone. Keys are kept by the
+dense attention and with the default selector, behind keys alone in 4 and in 2 bits, with a scale and a zero
+for each key, or for each channel of 32 keys (KIVI, arXiv 2402.02750), with dense attention and with an exact
+search, and with attention to kept keys alone. Keys are kept by the
 largest share of attention that they get from queries that repeat the text (KVzip, arXiv 2505.23416), or from
 the queries that the store has, or by chance: equally many of each KV head, or by one budget for all heads. KL
 is of the next token's probabilities to the dense ones, in nats; top-1 is how often the likeliest token is the
@@ -11,7 +13,7 @@ same; `whole` is how many facts are the same to the last token.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +33,7 @@ from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill
+from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, Selection
 
@@ -43,6 +46,9 @@ FURTHER = "Repeat the part of the previous context that starts with:"
 CHUNK, BEGINNING = 1024, 8  # tokens that are repeated at a time, and those that are told of them
 BEGIN, END = 8, 16  # tokens that every head keeps
 BITS = "auto", "int8", "int4-values"
+TOGETHER = 32  # keys that share the scale of a channel
+KEYS = [(bits, by_channel) for bits in (4, 2) for by_channel in (False, True)]
+TABLES = "bits", "keys", "kept"
 HEADS = "KL, facts", "top-1", "whole", "KL, others", "top-1"
 WAYS = [  # scores, ratio, one budget for all heads
     *(("chance", 2, False), ("stored queries", 2, False), ("stored queries", 4, False)),
@@ -114,6 +120,32 @@ def chosen(scores: Tensor, ratio: float, together: bool) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
+def rounded(keys: Tensor, bits: int, by_channel: bool) -> Tensor:
+    """What `keys [N, D]` become in so many bits, with a scale and a zero for each key, or for each channel of
+    `TOGETHER` keys: none is off by more than half a step of its group.
+    """
+    parts = keys.split(TOGETHER) if by_channel else [keys]
+    axis, whole = 0 if by_channel else 1, []
+    for part in parts:
+        low, high = part.amin(axis, keepdim=True), part.amax(axis, keepdim=True)
+        step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
+        whole.append(low + ((part - low) / step).round() * step)
+    return torch.cat(whole)
+
+
+def with_keys(store: KVStore, bits: int, by_channel: bool) -> MemoryStore:
+    """The store's own values behind rounded keys, all in float32."""
+    shape = store.manifest.shape
+    places = [[(layer, head) for head in range(shape.kv_heads)] for layer in range(len(shape.layers))]
+
+    def floats(rows: Any) -> Tensor:
+        return tensor_view(rows).float()
+
+    keys = [[rounded(floats(store.keys(*at)), bits, by_channel).numpy() for at in own] for own in places]
+    values = [[floats(store.values(*at)).numpy() for at in own] for own in places]
+    return MemoryStore(shape, keys, values)
+
+
 class KeptKV(HostKV):
     """A store in host memory of which the kept keys alone are attended to."""
 
@@ -140,12 +172,47 @@ def row(name: str, engine: Engine, runs: Sequence[DenseRun]) -> list[str]:
     return [*cells, f"{others.kl_mean:.3f}", f"{others.top1:.1%}"]
 
 
+def in_bits(folder: Path, source: Path, loaded: LoadedModel, runs: Sequence[DenseRun]) -> Iterator[list[str]]:
+    """Behind the stores that can be prefilled."""
+    for bits in BITS:
+        smaller = folder / f"{bits}.kv"
+        prefill(str(source), model=loaded.model_id, out=smaller, settings=Settings(kv=bits))
+        build_indexes(smaller, "clusters")
+        size = sum(KVStore.open(smaller).cost().values())
+        for selector in ("dense", "topk"):
+            engine = Engine.open(smaller, loaded, selector=selector)
+            yield row(f"{bits}, {size >> 20} MB, {selector}", engine, runs)
+
+
+def in_fewer_bits(store: KVStore, loaded: LoadedModel, runs: Sequence[DenseRun]) -> Iterator[list[str]]:
+    """Behind keys that are rounded, which no store has."""
+    for bits, by_channel in KEYS:
+        host = HostKV(with_keys(store, bits, by_channel), loaded.device)
+        name = f"keys in {bits} bits, a scale {'a channel' if by_channel else 'a key'}"
+        for selector in ("dense", "topk"):
+            prefix = StoredPrefix.over(host, loaded.shape, selector, {})
+            yield row(f"{name}, {selector}", Engine(loaded, store, prefix), runs)
+
+
+def of_kept(store: KVStore, loaded: LoadedModel, runs: Sequence[DenseRun]) -> Iterator[list[str]]:
+    """With attention to kept keys alone."""
+    engine = Engine.open(store, loaded, selector="dense")
+    scores = {"stored queries": of_stored(store), "repeated": repeated(engine, store)}
+    scores["chance"] = torch.rand(scores["repeated"].shape, generator=torch.Generator().manual_seed(0))
+    for way, ratio, together in WAYS:
+        name = f"{way}, {ratio:g}x{', all heads' if together else ''}"
+        kept = KeptKV(store, loaded, chosen(scores[way], ratio, together))
+        prefix = StoredPrefix.over(kept, loaded.shape, "dense", {})
+        yield row(name, Engine(loaded, store, prefix), runs)
+
+
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--begin", type=int, default=200_000, help="character of the text to begin with")
     parser.add_argument("--characters", type=int, default=14_600)
+    parser.add_argument("--only", choices=TABLES, help="one of the three tables  [default: all]")
     options = parser.parse_args()
     text = options.text.read_text()[options.begin : options.begin + options.characters]
     with TemporaryDirectory() as folder:
@@ -160,27 +227,14 @@ def main() -> None:
         runs = [run_dense(loaded, store, question, tokens, lambda: None) for question, tokens in asked]
         for run in runs:
             print(run.question, repr(loaded.tokenizer.decode(run.tokens)), flush=True)
-        print(f"\n{own.n_tokens:,} tokens\n")
-        rows = []
-        for bits in BITS:
-            smaller = Path(folder) / f"{bits}.kv"
-            prefill(str(source), model=options.model, out=smaller, settings=Settings(kv=bits))
-            build_indexes(smaller, "clusters")
-            size = sum(KVStore.open(smaller).cost().values())
-            for selector in ("dense", "topk"):
-                engine = Engine.open(smaller, loaded, selector=selector)
-                rows.append(row(f"{bits}, {size >> 20} MB, {selector}", engine, runs))
-        print(table(["keys and values", *HEADS], rows), flush=True)
-        engine = Engine.open(store, loaded, selector="dense")
-        scores = {"stored queries": of_stored(store), "repeated": repeated(engine, store)}
-        scores["chance"] = torch.rand(scores["repeated"].shape, generator=torch.Generator().manual_seed(0))
-        rows = []
-        for way, ratio, together in WAYS:
-            name = f"{way}, {ratio:g}x{', all heads' if together else ''}"
-            kept = KeptKV(store, loaded, chosen(scores[way], ratio, together))
-            prefix = StoredPrefix.over(kept, loaded.shape, "dense", {})
-            rows.append(row(name, Engine(loaded, store, prefix), runs))
-    print(table(["kept by", *HEADS], rows))
+        print(f"\n{own.n_tokens:,} tokens")
+        found = {
+            "bits": in_bits(Path(folder), source, loaded, runs),
+            "keys": in_fewer_bits(store, loaded, runs),
+            "kept": of_kept(store, loaded, runs),
+        }
+        for name in (options.only,) if options.only else TABLES:
+            print(f"\n{table([name, *HEADS], list(found[name]))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""RULER's needles behind stores in fewer bits: python -m benchmarks.compact_tasks --model M --text FILE --out FOLDER
+"""RULER's needles in stores of fewer bits: `python -m benchmarks.compact_tasks --model M --text F --out DIR`
 
 The same questions behind keys and values as the model has them, in int8, and with values in int4, each
 answered with dense attention and with the default selector and budget. Each task and kind of store leaves a

@@ -2,16 +2,18 @@
 
 STORE has the default index, whose codes are 4 bits a channel of what keys differ from their cell's mean. Here
 the same differences are also coded in 3 and 2 bits. Stored queries of the last tenth of the text score all
-keys by these codes; the best c·k are scored again, by keys in int8, and the best k of them stay. Each cell has
+keys by these codes; the best c·k are scored again, by keys in int8, and the best k of them stay. Columns have
 the share of the attention of the exact k best that was found: its mean, its 1st percentile, and how many
 queries lose more than a tenth; then the KB that a query reads: means and variances of the cells, codes with a
 scale and an id a key in as many cells as the default index scans, and the c·k keys.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.common import option_parser, table
 from offload_decode.attention.rows import tensor_view
@@ -19,6 +21,7 @@ from offload_decode.common.rows.arrays import Float32
 from offload_decode.common.rows.encodings import INT8, SCALE_BYTES, decode, encode
 from offload_decode.evals.recorded_queries import SAMPLE_SHARE
 from offload_decode.indexes.clusters.cells import LARGEST, Cells
+from offload_decode.indexes.clusters.dot4 import BLOCK
 from offload_decode.indexes.clusters.index import ClusteredIndex, share_read
 from offload_decode.kv.indexes import DEFAULT, heads_of, index_path, kind_folder
 from offload_decode.store.reader import KVStore
@@ -32,44 +35,52 @@ STEPS = {3: 0.586, 2: 0.996}  # of the deviation: nearest to normal numbers (Max
 BESIDE = 8  # bytes of a key's scale and id
 OF_A_CELL = 12  # bytes beside its moments
 
+Ids = npt.NDArray[np.int64]
+Case = tuple[int, int, float]  # keys that are wanted, bits, times
+
 
 def coded(rest: Float32, bits: int) -> Float32:
-    """What codes of so many bits, with one scale a key, stand for: `[N, D]` as the differences given. In 4 as
-    the index has them; in fewer, where zero would waste one of few codes, at odd halves of a step.
+    """What codes of so many bits, with one scale a key, stand for: `[N, D]` as the differences given. In 4
+    bits as the index has them. In fewer the channels are turned first, so that none stands out (QuaRot,
+    arXiv 2404.00456), codes are odd halves of a step, as zero would waste one of few, and the scale is that
+    by which a code has the right product with its own key (RaBitQ, arXiv 2405.12497).
     """
     if bits == 4:
         scale = np.abs(rest).max(1, keepdims=True) / LARGEST
-        whole = np.rint(np.divide(rest, scale, out=np.zeros_like(rest), where=scale > 0))
-        return whole * scale
-    step = STEPS[bits] * np.sqrt(np.square(rest).mean(1, keepdims=True))
-    most = 2 ** (bits - 1) - 0.5
-    whole = np.floor(np.divide(rest, step, out=np.zeros_like(rest), where=step > 0)) + 0.5
-    return whole.clip(-most, most) * step
+        return np.rint(_over(rest, scale)) * scale
+    turn = np.linalg.qr(np.random.default_rng(0).standard_normal((rest.shape[1],) * 2))[0].astype(np.float32)
+    turned, most = rest @ turn, 2 ** (bits - 1) - 0.5
+    step = STEPS[bits] * np.sqrt(np.square(turned).mean(1, keepdims=True))
+    codes = (np.floor(_over(turned, step)) + np.float32(0.5)).clip(-most, most)
+    scale = _over(np.square(turned).sum(1, keepdims=True), (codes * turned).sum(1, keepdims=True))
+    return scale * codes @ turn.T
+
+
+def _over(part: Float32, whole: Float32) -> Float32:
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 def spread(cells: Cells, n: int) -> Float32:
     """The mean of each key's cell: `[N, D]`."""
-    places = np.repeat(np.arange(len(cells.counts)), np.diff(cells.starts) * (len(cells.ids) // cells.starts[-1]))
+    places = np.repeat(np.arange(len(cells.counts)), np.diff(cells.starts) * BLOCK)
     own = np.empty((n, cells.means.shape[1]), np.float32)
     real = cells.ids >= 0
     own[cells.ids[real]] = cells.means[places[real]]
     return own
 
 
-def best(scores: Float32, k: int) -> np.ndarray:
+def best(scores: Float32, k: int) -> Ids:
     """The places of the k largest of each row, the largest first."""
     some = np.argpartition(-scores, k - 1, 1)[:, :k]
     return np.take_along_axis(some, np.argsort(-np.take_along_axis(scores, some, 1), 1), 1)
 
 
-def found(logits: Float32, exact: Float32, rough: Float32, k: int, candidates: int) -> Float32:
-    """The share `[R]` of the attention of the k best that is found. logits, exact, rough `[R, N]`: what
-    attention is of, and the scores that choose the k best of the candidates and these.
+def found(weights: Float32, exact: Float32, first: Ids, k: int) -> Float32:
+    """The share `[R]` of the attention of the k best that is found: by `weights [R, N]` of attention, where
+    the k best by `exact [R, N]` of the candidates `first [R, c]` are taken.
     """
-    first = best(rough, min(candidates, rough.shape[1]))
     chosen = np.take_along_axis(first, best(np.take_along_axis(exact, first, 1), k), 1)
-    weights = np.exp(logits - logits.max(1, keepdims=True))
-    held = np.take_along_axis(weights, best(logits, k), 1).sum(1)
+    held = np.take_along_axis(weights, best(weights, k), 1).sum(1)
     return np.take_along_axis(weights, chosen, 1).sum(1) / held
 
 
@@ -77,13 +88,13 @@ def bytes_read(cells: Cells, n: int, bits: int, k: int, candidates: int) -> floa
     """About what a query reads of the index of a head, and of its keys."""
     dim = cells.means.shape[1]
     moments = len(cells.counts) * (8 * dim + OF_A_CELL)
-    return moments + share_read(n, k) * len(cells.ids) * (dim * bits / 8 + BESIDE) + candidates * (dim + SCALE_BYTES)
+    codes = share_read(n, k) * len(cells.ids) * (dim * bits / 8 + BESIDE)
+    return moments + codes + candidates * (dim + SCALE_BYTES)
 
 
-Case = tuple[int, int, float]
-
-
-def of_head(store: KVStore, layer: int, head: int, counts: list[int]) -> Iterator[tuple[Case, Float32, float]]:
+def of_head(
+    store: KVStore, layer: int, head: int, counts: list[int]
+) -> Iterator[tuple[Case, Float32, float]]:
     """Of each number of keys, bits and times, the shares that its queries find, and the bytes of one."""
     own = store.manifest
     path = index_path(kind_folder(store.path, DEFAULT), layer, head)
@@ -92,14 +103,15 @@ def of_head(store: KVStore, layer: int, head: int, counts: list[int]) -> Iterato
     asking = queries[store.query_positions >= (1 - SAMPLE_SHARE) * own.n_tokens]
     near = spread(cells, own.n_tokens)
     logits = asking @ keys.T * np.float32(own.shape.head_dim**-0.5)
+    weights = np.exp(logits - logits.max(1, keepdims=True))
     exact = asking @ decode(encode(keys, INT8)).T
     for bits in BITS:
         rough = asking @ (near + coded(keys - near, bits)).T
-        for k in counts:
-            for times in TIMES:
-                candidates = round(times * k)
-                read = bytes_read(cells, own.n_tokens, bits, k, candidates)
-                yield (k, bits, times), found(logits, exact, rough, k, candidates), read
+        ranked = best(rough, min(round(max(TIMES) * max(counts)), own.n_tokens))
+        for k, times in product(counts, TIMES):
+            first = ranked[:, : round(times * k)]
+            read = bytes_read(cells, own.n_tokens, bits, k, first.shape[1])
+            yield (k, bits, times), found(weights, exact, first, k), read
 
 
 def rows(store: KVStore, counts: list[int]) -> list[list[str]]:
@@ -110,16 +122,16 @@ def rows(store: KVStore, counts: list[int]) -> list[list[str]]:
         for case, own, size in of_head(store, *place, counts):
             shares.setdefault(case, []).append(own)
             read.setdefault(case, []).append(size)
-    table_rows = []
-    for bits in BITS:
-        for times in TIMES:
-            cells = [f"{bits} bits, {times:g} k"]
-            for k in counts:
-                every = np.concatenate(shares[k, bits, times])
-                cells.append(f"{every.mean():.2%}, {np.percentile(every, 1):.1%}, {(every < 1 - LOSS).mean():.2%}")
-                cells.append(f"{np.mean(read[k, bits, times]) / 1000:.0f}")
-            table_rows.append(cells)
-    return table_rows
+    found_rows = []
+    for bits, times in product(BITS, TIMES):
+        cells = [f"{bits} bits, {times:g} k"]
+        for k in counts:
+            every = np.concatenate(shares[k, bits, times])
+            lost = (every < 1 - LOSS).mean()
+            cells.append(f"{every.mean():.2%}, {np.percentile(every, 1):.1%}, {lost:.2%}")
+            cells.append(f"{np.mean(read[k, bits, times]) / 1000:.0f}")
+        found_rows.append(cells)
+    return found_rows
 
 
 def main() -> None:
