@@ -3,9 +3,10 @@
 STORE has the default index, whose codes are 4 bits a channel of what keys differ from their cell's mean. Here
 the same differences are also coded in 3 and 2 bits. Stored queries of the last tenth of the text score all
 keys by these codes; the best c·k are scored again, by keys in int8, and the best k of them stay. Columns have
-the share of the attention of the exact k best that was found: its mean, its 1st percentile, and how many
-queries lose more than a tenth; then the KB that a query reads: means and variances of the cells, codes with a
-scale and an id a key in as many cells as the default index scans, and the c·k keys.
+the share of the attention of the k best of all keys in int8 that was found: its mean, its 1st percentile, and
+how many queries lose more than a tenth; then the KB that a query reads: means and variances of the cells,
+codes with a scale and an id a key in as many cells as the default index scans, and the c·k keys. The first
+row has what the k best keys in int8 hold of the attention of those that are best as the store has them.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ BESIDE = 8  # bytes of a key's scale and id
 OF_A_CELL = 12  # bytes beside its moments
 
 Ids = npt.NDArray[np.int64]
-Case = tuple[int, int, float]  # keys that are wanted, bits, times
+Case = tuple[int, int, float]  # keys that are wanted, bits, times; 8 bits and 0 times: all keys in int8
 
 
 def coded(rest: Float32, bits: int) -> Float32:
@@ -75,12 +76,13 @@ def best(scores: Float32, k: int) -> Ids:
     return np.take_along_axis(some, np.argsort(-np.take_along_axis(scores, some, 1), 1), 1)
 
 
-def found(weights: Float32, exact: Float32, first: Ids, k: int) -> Float32:
-    """The share `[R]` of the attention of the k best that is found: by `weights [R, N]` of attention, where
-    the k best by `exact [R, N]` of the candidates `first [R, c]` are taken.
+def found(logits: Float32, exact: Float32, first: Ids, k: int) -> Float32:
+    """The share `[R]` of the attention of the k best by `logits [R, N]` that is found, where the k best by
+    `exact [R, N]` of the candidates `first [R, c]` are taken.
     """
     chosen = np.take_along_axis(first, best(np.take_along_axis(exact, first, 1), k), 1)
-    held = np.take_along_axis(weights, best(weights, k), 1).sum(1)
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    held = np.take_along_axis(weights, best(logits, k), 1).sum(1)
     return np.take_along_axis(weights, chosen, 1).sum(1) / held
 
 
@@ -102,16 +104,19 @@ def of_head(
     keys, queries = (tensor_view(part(layer, head)).float().numpy() for part in (store.keys, store.queries))
     asking = queries[store.query_positions >= (1 - SAMPLE_SHARE) * own.n_tokens]
     near = spread(cells, own.n_tokens)
-    logits = asking @ keys.T * np.float32(own.shape.head_dim**-0.5)
-    weights = np.exp(logits - logits.max(1, keepdims=True))
-    exact = asking @ decode(encode(keys, INT8)).T
+    scale = np.float32(own.shape.head_dim**-0.5)
+    logits = scale * asking @ decode(encode(keys, INT8)).T
+    every = np.broadcast_to(np.arange(own.n_tokens), logits.shape)
+    for k in counts:
+        read = float(own.n_tokens * (keys.shape[1] + SCALE_BYTES))
+        yield (k, 8, 0), found(scale * asking @ keys.T, logits, every, k), read
     for bits in BITS:
         rough = asking @ (near + coded(keys - near, bits)).T
         ranked = best(rough, min(round(max(TIMES) * max(counts)), own.n_tokens))
         for k, times in product(counts, TIMES):
             first = ranked[:, : round(times * k)]
             read = bytes_read(cells, own.n_tokens, bits, k, first.shape[1])
-            yield (k, bits, times), found(weights, exact, first, k), read
+            yield (k, bits, times), found(logits, logits, first, k), read
 
 
 def rows(store: KVStore, counts: list[int]) -> list[list[str]]:
@@ -123,8 +128,8 @@ def rows(store: KVStore, counts: list[int]) -> list[list[str]]:
             shares.setdefault(case, []).append(own)
             read.setdefault(case, []).append(size)
     found_rows = []
-    for bits, times in product(BITS, TIMES):
-        cells = [f"{bits} bits, {times:g} k"]
+    for bits, times in [(8, 0), *product(BITS, TIMES)]:
+        cells = [f"{bits} bits, {times:g} k" if times else "int8 keys, all"]
         for k in counts:
             every = np.concatenate(shares[k, bits, times])
             lost = (every < 1 - LOSS).mean()

@@ -13,10 +13,11 @@ from offload_decode.evals import answering
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.runs import run
 from offload_decode.indexes.clusters.cells import build
-from offload_decode.models.loading import LoadedModel
+from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.testing.stores import stored
 from tests.evals.made_up import looked_up
+from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(400)))
 RNG = np.random.default_rng(3)
@@ -81,11 +82,10 @@ def test_more_bits_are_nearer_and_few_have_the_right_product_with_their_own_key(
 
 def test_candidates_that_hold_the_best_keys_find_them_all() -> None:
     logits = RNG.standard_normal((5, 100), np.float32)
-    weights = np.exp(logits)
     every = best(logits, 100)
-    np.testing.assert_allclose(found(weights, logits, every[:, :20], 8), 1, rtol=1e-6)
-    without = found(weights, logits, every[:, 1:21], 8)  # the best key is no candidate
-    held = np.sort(weights, 1)[:, ::-1]
+    np.testing.assert_allclose(found(logits, logits, every[:, :20], 8), 1, rtol=1e-6)
+    without = found(logits, logits, every[:, 1:21], 8)  # the best key is no candidate
+    held = np.sort(np.exp(logits), 1)[:, ::-1]
     np.testing.assert_allclose(without, held[:, 1:9].sum(1) / held[:, :8].sum(1), rtol=1e-5)
 
 
@@ -93,7 +93,7 @@ def test_the_rows_of_a_store(tmp_path: Path) -> None:
     store = stored(tmp_path, 200, 4, 2)
     build_indexes(store.path, "clusters")
     table = rows(store, [200])
-    assert len(table) == 12
+    assert len(table) == 1 + 12
     assert {row[1] for row in table} == {"100.00%, 100.0%, 0.00%"}  # all keys are wanted
 
 
@@ -106,8 +106,9 @@ def test_fewer_bits_read_fewer_bytes_and_candidates_cost_theirs() -> None:
 
 
 def test_tasks_are_asked_behind_stores_of_as_many_bits(
-    tmp_path: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loaded = wrap(text_model(), tiny_tokenizer(), "tiny")
     monkeypatch.setattr(answering, "reply", looked_up)
     kept = []
     for bits in ("auto", "int8"):
