@@ -1,19 +1,24 @@
 """What a smaller store loses: python -m benchmarks.compact --model M --text FILE
 
 Facts are planted in a text, which is prefilled. Questions for them, and two for the whole of the text, are
-answered with dense attention; the tokens of these answers are then run behind stores in fewer bits, with
-dense attention and with the default selector, behind keys alone in 4 and in 2 bits, with a scale and a zero
-for each key, or for each channel of 32 keys (KIVI, arXiv 2402.02750), with dense attention and with an exact
-search, and with attention to kept keys alone. Keys are kept by the
-largest share of attention that they get from queries that repeat the text (KVzip, arXiv 2505.23416), or from
-the queries that the store has, or by chance: equally many of each KV head, or by one budget for all heads. KL
-is of the next token's probabilities to the dense ones, in nats; top-1 is how often the likeliest token is the
-same; `whole` is how many facts are the same to the last token.
+answered with dense attention; the tokens of these answers are then run
+
+- behind stores in fewer bits, with dense attention and with the default selector (`--only bits`),
+- behind keys in 4 and 2 bits, with dense attention and with an exact search (`--only keys`): with a scale and
+  a zero for each key, for each key without the mean of all (SageAttention, arXiv 2410.02367), or for each
+  channel of 32 keys (KIVI, arXiv 2402.02750),
+- with attention to kept keys alone (`--only kept`), by the largest share of attention that they get from
+  queries that repeat the text (KVzip, arXiv 2505.23416), or from the queries that the store has, or by
+  chance: equally many of each KV head, or by one budget for all heads.
+
+KL is of the next token's probabilities to the dense ones, in nats; top-1 is how often the likeliest token is
+the same; `whole` is how many facts are the same to the last token.
 """
 
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -47,7 +52,8 @@ CHUNK, BEGINNING = 1024, 8  # tokens that are repeated at a time, and those that
 BEGIN, END = 8, 16  # tokens that every head keeps
 BITS = "auto", "int8", "int4-values"
 TOGETHER = 32  # keys that share the scale of a channel
-KEYS = [(bits, by_channel) for bits in (4, 2) for by_channel in (False, True)]
+FEW_BITS = 4, 2
+GROUPS = "key", "key, mean taken off", "channel"
 TABLES = "bits", "keys", "kept"
 HEADS = "KL, facts", "top-1", "whole", "KL, others", "top-1"
 WAYS = [  # scores, ratio, one budget for all heads
@@ -120,20 +126,21 @@ def chosen(scores: Tensor, ratio: float, together: bool) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
-def rounded(keys: Tensor, bits: int, by_channel: bool) -> Tensor:
-    """What `keys [N, D]` become in so many bits, with a scale and a zero for each key, or for each channel of
-    `TOGETHER` keys: none is off by more than half a step of its group.
+def rounded(keys: Tensor, bits: int, group: str) -> Tensor:
+    """What `keys [N, D]` become in so many bits, with a scale and a zero for each of the `GROUPS`: none is
+    off by more than half a step of its group.
     """
-    parts = keys.split(TOGETHER) if by_channel else [keys]
-    axis, whole = 0 if by_channel else 1, []
+    mean = keys.mean(0) if group == GROUPS[1] else torch.zeros(keys.shape[1])
+    parts, axis = (keys.split(TOGETHER), 0) if group == GROUPS[2] else ([keys - mean], 1)
+    whole = []
     for part in parts:
         low, high = part.amin(axis, keepdim=True), part.amax(axis, keepdim=True)
         step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
         whole.append(low + ((part - low) / step).round() * step)
-    return torch.cat(whole)
+    return torch.cat(whole) + mean
 
 
-def with_keys(store: KVStore, bits: int, by_channel: bool) -> MemoryStore:
+def with_keys(store: KVStore, bits: int, group: str) -> MemoryStore:
     """The store's own values behind rounded keys, all in float32."""
     shape = store.manifest.shape
     places = [[(layer, head) for head in range(shape.kv_heads)] for layer in range(len(shape.layers))]
@@ -141,7 +148,7 @@ def with_keys(store: KVStore, bits: int, by_channel: bool) -> MemoryStore:
     def floats(rows: Any) -> Tensor:
         return tensor_view(rows).float()
 
-    keys = [[rounded(floats(store.keys(*at)), bits, by_channel).numpy() for at in own] for own in places]
+    keys = [[rounded(floats(store.keys(*at)), bits, group).numpy() for at in own] for own in places]
     values = [[floats(store.values(*at)).numpy() for at in own] for own in places]
     return MemoryStore(shape, keys, values)
 
@@ -186,9 +193,9 @@ def in_bits(folder: Path, source: Path, loaded: LoadedModel, runs: Sequence[Dens
 
 def in_fewer_bits(store: KVStore, loaded: LoadedModel, runs: Sequence[DenseRun]) -> Iterator[list[str]]:
     """Behind keys that are rounded, which no store has."""
-    for bits, by_channel in KEYS:
-        host = HostKV(with_keys(store, bits, by_channel), loaded.device)
-        name = f"keys in {bits} bits, a scale {'a channel' if by_channel else 'a key'}"
+    for bits, group in product(FEW_BITS, GROUPS):
+        host = HostKV(with_keys(store, bits, group), loaded.device)
+        name = f"keys in {bits} bits, a scale a {group}"
         for selector in ("dense", "topk"):
             prefix = StoredPrefix.over(host, loaded.shape, selector, {})
             yield row(f"{name}, {selector}", Engine(loaded, store, prefix), runs)

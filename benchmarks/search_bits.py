@@ -1,12 +1,13 @@
 """Codes of how many bits find the keys that queries attend to? python -m benchmarks.search_bits STORE
 
 STORE has the default index, whose codes are 4 bits a channel of what keys differ from their cell's mean. Here
-the same differences are also coded in 3 and 2 bits. Stored queries of the last tenth of the text score all
-keys by these codes; the best c·k are scored again, by keys in int8, and the best k of them stay. Columns have
-the share of the attention of the k best of all keys in int8 that was found: its mean, its 1st percentile, and
-how many queries lose more than a tenth; then the KB that a query reads: means and variances of the cells,
-codes with a scale and an id a key in as many cells as the default index scans, and the c·k keys. The first
-row has what the k best keys in int8 hold of the attention of those that are best as the store has them.
+what keys in int8 differ from it is also coded in 3 and 2 bits. Stored queries of the last tenth of the text
+score all keys by these codes; the best c·k are scored again, by the keys in int8, and the best k of them
+stay. Columns have the share of the attention of the k best of all keys in int8 that was found: its mean, its
+1st percentile, and how many queries lose more than a tenth; then the KB that a query reads: means and
+variances of the cells, codes with a scale and an id a key in as many cells as the default index scans, and
+the c·k keys. The first rows have what the k best keys in int8 hold of the attention of those that are best as
+the store has them.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ BESIDE = 8  # bytes of a key's scale and id
 OF_A_CELL = 12  # bytes beside its moments
 
 Ids = npt.NDArray[np.int64]
-Case = tuple[int, int, float]  # keys that are wanted, bits, times; 8 bits and 0 times: all keys in int8
+Case = tuple[str, int]  # a way to find so many keys
 
 
 def coded(rest: Float32, bits: int) -> Float32:
@@ -97,30 +98,32 @@ def bytes_read(cells: Cells, n: int, bits: int, k: int, candidates: int) -> floa
 def of_head(
     store: KVStore, layer: int, head: int, counts: list[int]
 ) -> Iterator[tuple[Case, Float32, float]]:
-    """Of each number of keys, bits and times, the shares that its queries find, and the bytes of one."""
+    """Of each way to find so many keys the shares that a head's queries find, and the bytes one reads."""
     own = store.manifest
     path = index_path(kind_folder(store.path, DEFAULT), layer, head)
     cells = ClusteredIndex.load(path, store.keys(layer, head), digest=store.digest(layer, head)).cells
     keys, queries = (tensor_view(part(layer, head)).float().numpy() for part in (store.keys, store.queries))
-    asking = queries[store.query_positions >= (1 - SAMPLE_SHARE) * own.n_tokens]
-    near = spread(cells, own.n_tokens)
-    scale = np.float32(own.shape.head_dim**-0.5)
-    logits = scale * asking @ decode(encode(keys, INT8)).T
-    every = np.broadcast_to(np.arange(own.n_tokens), logits.shape)
-    for k in counts:
+    scale, late = np.float32(own.shape.head_dim**-0.5), (1 - SAMPLE_SHARE) * own.n_tokens
+    asking = scale * queries[store.query_positions >= late]
+    logits, every = asking @ keys.T, np.broadcast_to(np.arange(own.n_tokens), (len(asking), own.n_tokens))
+    mean = keys.mean(0)
+    near = {"int8 keys": decode(encode(keys, INT8)), "without their mean": decode(encode(keys - mean, INT8))}
+    for (name, rows_of), k in product(near.items(), counts):
         read = float(own.n_tokens * (keys.shape[1] + SCALE_BYTES))
-        yield (k, 8, 0), found(scale * asking @ keys.T, logits, every, k), read
+        yield (f"{name}, all", k), found(logits, asking @ rows_of.T, every, k), read
+    keys, means = near["int8 keys"], spread(cells, own.n_tokens)
+    logits = asking @ keys.T
     for bits in BITS:
-        rough = asking @ (near + coded(keys - near, bits)).T
+        rough = asking @ (means + coded(keys - means, bits)).T
         ranked = best(rough, min(round(max(TIMES) * max(counts)), own.n_tokens))
         for k, times in product(counts, TIMES):
             first = ranked[:, : round(times * k)]
             read = bytes_read(cells, own.n_tokens, bits, k, first.shape[1])
-            yield (k, bits, times), found(logits, logits, first, k), read
+            yield (f"{bits} bits, {times:g} k", k), found(logits, logits, first, k), read
 
 
 def rows(store: KVStore, counts: list[int]) -> list[list[str]]:
-    """A row of the table for bits and times, over all heads."""
+    """A row of the table for each way, over all heads."""
     shares: dict[Case, list[Float32]] = {}
     read: dict[Case, list[float]] = {}
     for place in heads_of(store):
@@ -128,13 +131,13 @@ def rows(store: KVStore, counts: list[int]) -> list[list[str]]:
             shares.setdefault(case, []).append(own)
             read.setdefault(case, []).append(size)
     found_rows = []
-    for bits, times in [(8, 0), *product(BITS, TIMES)]:
-        cells = [f"{bits} bits, {times:g} k" if times else "int8 keys, all"]
+    for way in dict.fromkeys(way for way, _ in shares):
+        cells = [way]
         for k in counts:
-            every = np.concatenate(shares[k, bits, times])
+            every = np.concatenate(shares[way, k])
             lost = (every < 1 - LOSS).mean()
             cells.append(f"{every.mean():.2%}, {np.percentile(every, 1):.1%}, {lost:.2%}")
-            cells.append(f"{np.mean(read[k, bits, times]) / 1000:.0f}")
+            cells.append(f"{np.mean(read[way, k]) / 1000:.0f}")
         found_rows.append(cells)
     return found_rows
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.compact import TOGETHER, rounded, with_keys
+from benchmarks.compact import GROUPS, TOGETHER, rounded, with_keys
 from benchmarks.compact_tasks import asked, row
 from benchmarks.search_bits import best, bytes_read, coded, found, rows, spread
 from offload_decode.evals import answering
@@ -26,38 +26,41 @@ RNG = np.random.default_rng(3)
 def test_no_key_is_off_by_more_than_half_a_step_of_its_group() -> None:
     keys = torch.from_numpy(RNG.standard_normal((3 * TOGETHER + 5, 16), np.float32))
     for bits in (4, 2):
-        off = (rounded(keys, bits, by_channel=False) - keys).abs()
+        off = (rounded(keys, bits, "key") - keys).abs()
         half = (keys.amax(1) - keys.amin(1)) / (2**bits - 1) / 2
         assert (off <= half[:, None] + 1e-6).all()
-        assert (rounded(keys, bits, by_channel=False)[0].unique().numel()) <= 2**bits
+        assert (rounded(keys, bits, "key")[0].unique().numel()) <= 2**bits
         for first in range(0, len(keys), TOGETHER):
             own = keys[first : first + TOGETHER]
-            near = rounded(keys, bits, by_channel=True)[first : first + TOGETHER]
+            near = rounded(keys, bits, "channel")[first : first + TOGETHER]
             half = (own.amax(0) - own.amin(0)) / (2**bits - 1) / 2
             assert ((near - own).abs() <= half + 1e-6).all()
 
 
-def test_a_long_channel_costs_the_others_nothing_where_each_has_its_scale() -> None:
+def test_a_long_channel_costs_the_others_nothing_where_each_has_its_scale_or_means_are_off() -> None:
     keys = torch.from_numpy(RNG.standard_normal((TOGETHER, 16), np.float32))
     keys[:, 3] += 100
-    of_keys, of_channels = (rounded(keys, 4, by_channel) - keys for by_channel in (False, True))
-    assert of_channels.square().mean() < of_keys.square().mean() / 100
+    of_keys, without_mean, of_channels = (
+        (rounded(keys, 4, group) - keys).square().mean() for group in GROUPS
+    )
+    assert of_channels < of_keys / 100
+    assert without_mean < of_keys / 100
 
 
 def test_keys_that_are_all_alike_stay_as_they_are() -> None:
     keys = torch.full((TOGETHER, 8), 0.3)
-    for by_channel in (False, True):
-        torch.testing.assert_close(rounded(keys, 2, by_channel), keys)
+    for group in GROUPS:
+        torch.testing.assert_close(rounded(keys, 2, group), keys)
 
 
 def test_rounded_keys_stand_beside_the_stores_own_values(tmp_path: Path) -> None:
     store = stored(tmp_path, 50, 4, 2)
-    near = with_keys(store, 4, by_channel=False)
+    near = with_keys(store, 4, "key")
     assert near.manifest.n_tokens == store.manifest.n_tokens
     for layer, head in ((0, 1), (1, 0)):
         np.testing.assert_array_equal(near.values(layer, head), store.values(layer, head).astype(np.float32))
         keys = torch.from_numpy(store.keys(layer, head).astype(np.float32))
-        np.testing.assert_array_equal(near.keys(layer, head), rounded(keys, 4, by_channel=False).numpy())
+        np.testing.assert_array_equal(near.keys(layer, head), rounded(keys, 4, "key").numpy())
 
 
 def test_four_bits_are_those_of_the_index() -> None:
@@ -93,7 +96,8 @@ def test_the_rows_of_a_store(tmp_path: Path) -> None:
     store = stored(tmp_path, 200, 4, 2)
     build_indexes(store.path, "clusters")
     table = rows(store, [200])
-    assert len(table) == 1 + 12
+    assert [row[0] for row in table[:3]] == ["int8 keys, all", "without their mean, all", "4 bits, 1 k"]
+    assert len(table) == 2 + 12
     assert {row[1] for row in table} == {"100.00%, 100.0%, 0.00%"}  # all keys are wanted
 
 
