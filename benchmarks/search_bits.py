@@ -6,8 +6,8 @@ score all keys by these codes; the best c·k are scored again, by the keys in in
 stay. Columns have the share of the attention of the k best of all keys in int8 that was found: its mean, its
 1st percentile, and how many queries lose more than a tenth; then the KB that a query reads: means and
 variances of the cells, codes with a scale and an id a key in as many cells as the default index scans, and
-the c·k keys. The first rows have what the k best keys in int8 hold of the attention of those that are best as
-the store has them.
+the c·k keys. Heads of which the index reads all keys are left out. The first rows are of all heads, and have
+what the k best keys in int8 hold of the attention of those that are best as the store has them.
 """
 
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def of_head(
     """Of each way to find so many keys the shares that a head's queries find, and the bytes one reads."""
     own = store.manifest
     path = index_path(kind_folder(store.path, DEFAULT), layer, head)
-    cells = ClusteredIndex.load(path, store.keys(layer, head), digest=store.digest(layer, head)).cells
+    index = ClusteredIndex.load(path, store.keys(layer, head), digest=store.digest(layer, head))
     keys, queries = (tensor_view(part(layer, head)).float().numpy() for part in (store.keys, store.queries))
     scale, late = np.float32(own.shape.head_dim**-0.5), (1 - SAMPLE_SHARE) * own.n_tokens
     asking = scale * queries[store.query_positions >= late]
@@ -111,7 +111,10 @@ def of_head(
     for (name, rows_of), k in product(near.items(), counts):
         read = float(own.n_tokens * (keys.shape[1] + SCALE_BYTES))
         yield (f"{name}, all", k), found(logits, asking @ rows_of.T, every, k), read
-    keys, means = near["int8 keys"], spread(cells, own.n_tokens)
+    if any(index.scans(k) for k in counts):
+        return
+    keys, cells = near["int8 keys"], index.cells
+    means = spread(cells, own.n_tokens)
     logits = asking @ keys.T
     for bits in BITS:
         rough = asking @ (means + coded(keys - means, bits)).T
