@@ -65,7 +65,7 @@ def test_rounded_keys_stand_beside_the_stores_own_values(tmp_path: Path) -> None
 
 
 def test_four_bits_are_those_of_the_index() -> None:
-    keys = RNG.standard_normal((300, 24), np.float32)
+    keys = RNG.standard_normal((1000, 24), np.float32)
     cells = build(keys)
     rest = keys - spread(cells, len(keys))
     real = cells.ids >= 0
