@@ -71,7 +71,7 @@ def test_an_answer_of_several_stores_says_what_it_is(url, service, tmp_path):
     (line,) = lines_of(tmp_path / "a.jsonl")
     assert line["joined"] == joined
     told = refused(2, "ask", "book", "Who?", "--server", url, "--only-grounded", "0.5")
-    assert "for documents that answer together" in told
+    assert "for passages that are read" in told
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(url):
