@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import output
 from offload_decode.cli.collections import AskedCollection
@@ -165,11 +165,11 @@ class Together:
                 names = [entry.name for entry in entries]
                 addresses = [own.address(entry) for entry in entries]
                 weigh = partial(weights, own, entries=entries)
-            shown = (held.enter_context(Progress()),) if self.choice.way == "exact" else ()
-            opened = opened_together(self.opener, paths, self.choice.way, self.cites, *shown)
+            given: dict[str, Any] = {} if self.least is None else {"check": check_measured}
+            if self.choice.way == "exact":
+                given["progress"] = held.enter_context(Progress())
+            opened = opened_together(self.opener, paths, self.choice.way, self.cites, **given)
             joint = held.enter_context(opened)
-            if self.least is not None:
-                check_measured(joint.talks[0].loaded)
             yield Talk(joint, self.choice.way, names, addresses, weigh)
 
     def question(self, question: str) -> JointQuestion:

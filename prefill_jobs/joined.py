@@ -72,12 +72,15 @@ def opened_together(
     way: str,
     cites: bool,
     progress: Progress = lambda stage, done, total: None,
+    check: Callable[[LoadedModel], None] = lambda loaded: None,
 ) -> Iterator[Joint]:
     """The stores at `paths` as conversations that answer together, in a way of `--join`; `cites` as for
-    `Joint`. Raises as this, as `joined_store` and as `Opener.open_all`.
+    `Joint`. Raises as this, as `joined_store`, as `Opener.open_all`, and as the `check` of their model, which
+    is made before anything is prefilled.
     """
     with ExitStack() as held:
         engines = opener.open_all([str(path) for path in paths])
+        check(engines[0].loaded)
         if way == "exact":
             whole = held.enter_context(joined_store(paths, engines[0].loaded, progress))
             engines, way = [opener.open(str(whole))], "mixture"

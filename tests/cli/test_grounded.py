@@ -6,6 +6,7 @@ from offload_decode.cli.output import NOT_IN_TEXT
 from offload_decode.engine import grounded
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Weights
+from offload_decode.prefill_jobs import joined
 from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
 from tests.server.http.conftest import running, service, url
 
@@ -79,9 +80,10 @@ def test_of_a_model_that_was_not_measured_there_is_no_number(store):
 def test_a_model_that_was_not_measured_is_refused_before_it_answers(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Conversation, "run", lambda *_, **__: pytest.fail("a token was run"))
     only = "--only-grounded", "0.5"
-    alone = "--together", "1"
+    alone, exact = ("--together", "1"), ("--together", "1", "--join", "exact")
     commands = ("ask", store, *ASK), ("chat", store, *ASK[1:])
-    for command in (*commands, *((*own, *alone) for own in commands)):
+    monkeypatch.setattr(joined, "prefill_texts", lambda *_, **__: pytest.fail("a token was prefilled"))
+    for command in (*commands, *((*own, *way) for own in commands for way in (alone, exact))):
         told = run(*command, *only, stdin=QUESTION + "\n")
         assert (told.code, "was not measured for this model" in told.err) == (2, True)
     questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
