@@ -23,6 +23,7 @@ from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import without_corpus
 from offload_decode.engine.grounded import Evidence
 from offload_decode.engine.opinion_pools import WAYS
+from offload_decode.engine.text import Pieces
 from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.types import Answer, CitedDocument, StepStats
 
@@ -268,10 +269,12 @@ class Joint:
 
     @property
     def dissents(self) -> list[Dissent]:
-        """The documents that would have said otherwise than the last answer, each where it first would."""
-        decode, said = self.talks[0].decode, [one.token for one in self.carried]
+        """The documents that would have said otherwise than the last answer, each where it first would, in
+        whole characters.
+        """
+        tokenizer, said = self.talks[0].tokenizer, [one.token for one in self.carried]
         return [
-            Dissent(document, decode([*said[:before], token]), probability)
+            Dissent(document, "".join(map(Pieces(tokenizer).push, [*said[:before], token])), probability)
             for document, (before, token, probability) in self._dissents.items()
             if before < len(said)
         ]

@@ -290,3 +290,6 @@ def test_who_would_say_otherwise_is_named_where_it_first_would(engines):
     assert one.probability == pytest.approx(0.5)
     together.prepare(NEW)
     assert together.dissents == []
+    half = engines[0].tokenizer.encode("é", add_special_tokens=False)[0]  # is no character by itself
+    said(seven, row(t7=0.02, **{f"t{half}": 0.5}), seven)
+    assert [one.text for one in together.dissents] == [""]
