@@ -84,7 +84,7 @@ def collect(
         )
     if report.copies:
         pairs = [f"{name} (of {first})" for name, first in report.copies]
-        output.note(f"copies, which --together leaves out: {output.some(pairs)}", quiet)
+        output.note(f"copies: {output.some(pairs)}; --together asks one document of the same bytes", quiet)
     if report.gone:
         output.note(f"dropped, because the folder no longer has them: {output.some(report.gone)}", quiet)
     output.note(f"{out}: {_summary(report)}", quiet)

@@ -230,11 +230,14 @@ def test_a_copy_of_a_document_does_not_count_twice(texts, tmp_path, home, out):
     shutil.copytree(texts, own := tmp_path / "texts")
     shutil.copy(own / "beta.txt", own / "a copy.txt")
     ran = done("collect", own, "--model", home / "model", "--out", tmp_path / "own")
-    assert "copies, which --together leaves out: beta.txt (of a copy.txt)" in ran.err
+    assert "copies: beta.txt (of a copy.txt); --together asks one document of the same bytes" in ran.err
     told = json_of("ask", tmp_path / "own", QUESTION, *THREE)
     names = {one["document"] for one in told["joined"]["documents"]}
     assert len(names) == 3
     assert len(names & {"a copy.txt", "beta.txt"}) == 1
+    for question, named in (("copy", "a copy.txt"), ("beta beta", "beta.txt")):  # by its name
+        joined = json_of("ask", tmp_path / "own", question, "--together", "1", *NEW)["joined"]
+        assert [one["document"] for one in joined["documents"]] == [named]
     questions = write_lines(tmp_path / "asked.jsonl", {"question": QUESTION})
     assert batch(questions, out, tmp_path / "own", *THREE).code == 0
     assert {one["document"] for one in lines_of(out)[0]["joined"]["documents"]} == names
