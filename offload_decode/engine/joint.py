@@ -29,7 +29,7 @@ from offload_decode.types import Answer, CitedDocument, StepStats
 
 HEARD, SURE, DOUBTED = 0.1, 0.3, 0.1
 """A document dissents if it has at least so much weight, finds a token at least so likely, and the one that
-is the likeliest for all together at most so likely (benchmarks/contradictions.py).
+is said at most so likely (benchmarks/contradictions.py).
 """
 LIGHTEST = 1e-3
 """A document with no more weight drops out: leaving it out changes the mixture by no more than its weight, in
@@ -85,9 +85,7 @@ class Joint:
         self.watches: list[Watch] = []
         self.evidences: list[Evidence] = []  # of the last answer in each document
         self.carried: list[Carried] = []
-        self._dissents: dict[
-            int, tuple[int, int, float]
-        ] = {}  # of each: tokens before, its token, how likely
+        self._dissents: dict[int, tuple[int, int, float]] = {}  # tokens before, its token, how likely that is
         self.finish, self.asked = "stop", 0  # so many questions were put
         self.gone: Callable[[], bool] = lambda: False
         self.stored = 0.0  # tokens before a row of attention, in the mean, of `take_stats`
@@ -224,7 +222,7 @@ class Joint:
         """All go on with a token that was picked by the last `scores`; whether the answer ends with it."""
         for place in self.working:
             self.evidences[place].add(token)
-        self._hear()
+        self._hear(token)
         self._weigh_by(token, self._logs)
         self.look()
         self.follow([token])
@@ -331,15 +329,20 @@ class Joint:
         """Of one for each row, those of the documents that have not dropped out, and of the model alone."""
         return [*(rows[place] for place in self.working), *rows[len(self.talks) :]]
 
-    def _hear(self) -> None:
-        """Take note of who would not say what is the likeliest for all together, by the weights so far."""
+    def _hear(self, token: int) -> None:
+        """Take note of who would not say a token that was picked, by the weights so far. One that nobody who
+        is heard finds the likeliest was drawn by chance, and tells of nobody: the likeliest for all together
+        stands for it.
+        """
         logs = self._logs[: len(self.working)]
         best, tokens = logs.max(-1)
-        heard = (self.weights >= math.log(HEARD)) & (best >= math.log(SURE))
-        for row in (heard & (logs[:, self._likeliest] <= math.log(DOUBTED))).nonzero().flatten().tolist():
-            token, probability = int(tokens[row]), float(best[row].exp())
-            if token not in self.talks[0].end_tokens:
-                self._dissents.setdefault(self.working[row], (len(self.carried), token, probability))
+        heard = self.weights >= math.log(HEARD)
+        said = token if bool((tokens[heard] == token).any()) else self._likeliest
+        doubts = heard & (best >= math.log(SURE)) & (logs[:, said] <= math.log(DOUBTED))
+        for row in doubts.nonzero().flatten().tolist():
+            own, probability = int(tokens[row]), float(best[row].exp())
+            if own not in self.talks[0].end_tokens:
+                self._dissents.setdefault(self.working[row], (len(self.carried), own, probability))
 
     def _weigh_by(self, token: int, logs: Tensor) -> None:
         """Weigh the documents at work by the probability that each gave to a token."""

@@ -275,9 +275,10 @@ def test_who_would_say_otherwise_is_named_where_it_first_would(engines):
             logs[int(name[1:])] = chance
         return logs.log()
 
-    def said(*rows):
+    def said(*rows, drawn=None):
         together.working, together.weights = [0, 1, 2], torch.tensor([0.55, 0.41, 0.04]).log()
-        together.take(int(together.scores(torch.stack(rows)).argmax()))
+        likeliest = int(together.scores(torch.stack(rows)).argmax())
+        together.take(likeliest if drawn is None else drawn)
 
     seven, other, end = row(t7=0.9), row(t7=0.02, t9=0.5), min(engines[0].end_tokens)
     said(seven, row(t7=0.2, t9=0.5), other)  # one doubts too little, one has too little weight
@@ -293,3 +294,9 @@ def test_who_would_say_otherwise_is_named_where_it_first_would(engines):
     half = engines[0].tokenizer.encode("é", add_special_tokens=False)[0]  # is no character by itself
     said(seven, row(t7=0.02, **{f"t{half}": 0.5}), seven)
     assert [one.text for one in together.dissents] == [""]
+    together.prepare(NEW)
+    said(seven, other, seven, drawn=9)  # what the second one would say: it is the first that would not
+    assert [(one.document, one.text) for one in together.dissents] == [(0, engines[0].decode([7]))]
+    together.prepare(NEW)
+    said(seven, seven, seven, drawn=9)  # by chance
+    assert together.dissents == []
