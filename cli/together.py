@@ -170,7 +170,7 @@ class Together:
                 given["progress"] = held.enter_context(Progress())
             opened = opened_together(self.opener, paths, self.choice.way, self.cites, **given)
             joint = held.enter_context(opened)
-            yield Talk(joint, self.choice.way, names, addresses, weigh)
+            yield Talk(joint, self.choice.way, names, addresses, weigh, self.least or 0.0)
 
     def question(self, question: str) -> JointQuestion:
         """A question as workers on other machines take it. Raises as `opened`, before anything is opened."""

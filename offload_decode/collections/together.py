@@ -86,7 +86,8 @@ def notes(
 class Talk:
     """Stores that are open and answer as one. `names`: what users call their documents, with their
     `addresses`; `weigh`: the weights of the documents for a question. With --join exact, `joint` has the one
-    store that was made of all.
+    store that was made of all. `least`: an answer that is grounded less is not given, so nobody dissents from
+    it.
     """
 
     joint: Joint
@@ -94,6 +95,7 @@ class Talk:
     names: Sequence[str]
     addresses: Sequence[str]
     weigh: Callable[[str], Sequence[float] | None]
+    least: float = 0.0
 
     def stream(self, question: str, most: int, sampler: Sampler) -> Iterator[str]:
         """An answer piece by piece; the conversation goes on from there."""
@@ -123,7 +125,7 @@ class Talk:
                 told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried()]
             told["dissents"] = [
                 {"document": self.names[one.document], "text": one.text, "probability": one.probability}
-                for one in self.joint.dissents
+                for one in self._dissents
             ]
         return {"joined": told | {"notes": self.notes()}}
 
@@ -133,8 +135,9 @@ class Talk:
         alone = None if by_itself is None else self.names[by_itself]
         shares, first = self.joint.shares() if self._joins else (), self.joint.talks[0]
         manifests = [talk.store.manifest for talk in self.joint.talks]
-        dissents = self.joint.dissents if self._joins else ()
-        return list(notes(self.way, self.names, shares, manifests, first.selector.name, alone, dissents))
+        return list(
+            notes(self.way, self.names, shares, manifests, first.selector.name, alone, self._dissents)
+        )
 
     def carried(self) -> str:
         """Runs of the last answer's tokens, each with the document that gave most to them."""
@@ -145,6 +148,11 @@ class Talk:
             text = " ".join("".join(text for text, _ in own).split())
             lines.append(f"{share:4.0%}  {name}: {text}")
         return "\n".join(lines)
+
+    @property
+    def _dissents(self) -> Sequence[Dissent]:
+        given = self._joins and (self.joint.grounded or 0.0) >= self.least
+        return self.joint.dissents if given else ()
 
     @property
     def _joins(self) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from offload_decode.cli.output import NOT_IN_TEXT
-from offload_decode.engine import grounded
+from offload_decode.engine import grounded, joint
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Weights
 from offload_decode.prefill_jobs import joined
@@ -49,7 +49,7 @@ def test_below_the_threshold_the_answer_is_not_in_the_text(measured, tmp_path):
     assert lines_of(out)[0]["only_grounded"] == 1.0
 
 
-def test_joined_answers_are_grounded_too(measured, home, texts, tmp_path):
+def test_joined_answers_are_grounded_too(measured, home, texts, tmp_path, monkeypatch):
     other = tmp_path / "other.kv"
     done("prefill", texts, "--model", home / "model", "--out", other)
     both = (measured, other, QUESTION, *ASK[1:], "--together", "2")
@@ -58,6 +58,11 @@ def test_joined_answers_are_grounded_too(measured, home, texts, tmp_path):
     assert f"grounded {told['grounded']:.2f}" in run("ask", *both).err.splitlines()
     assert json_of("ask", *both, "--only-grounded", "1")["answer"] == NOT_IN_TEXT
     assert run("ask", *both, "--only-grounded", "1", "--cite").out.strip() == NOT_IN_TEXT
+    for limit, value in (("HEARD", 1e-9), ("SURE", 1e-9), ("DOUBTED", 1.0)):
+        monkeypatch.setattr(joint, limit, value)
+    assert json_of("ask", *both)["joined"]["dissents"]
+    assert json_of("ask", *both, "--only-grounded", "1")["joined"]["dissents"] == []
+    assert "otherwise" not in run("ask", *both, "--only-grounded", "1").err
     chat = "chat", measured, other, *ASK[1:], "--together", "2"
     ran = run(*chat, "--only-grounded", "1", stdin=QUESTION + "\n")
     assert ran.out.strip() == NOT_IN_TEXT
