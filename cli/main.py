@@ -135,12 +135,19 @@ def _collect_little_garbage() -> None:
     gc.set_threshold(1_000_000)
 
 
+def _measured() -> bool:
+    """Whether a profiler or a tracer is at work: from Python 3.12 on cProfile is one of `sys.monitoring`."""
+    tools = getattr(sys, "monitoring", None)
+    known = tools is not None and any(tools.get_tool(number) is not None for number in range(6))
+    return known or sys.getprofile() is not None or sys.gettrace() is not None
+
+
 def _leave(code: object) -> None:
     """End the process as Python does, up to the point where it frees its objects one by one."""
     others = set(threading.enumerate()) - {threading.main_thread()}
     if not isinstance(code, int) or not all(one.daemon for one in others):
         return  # Python writes a message, or waits for threads
-    if sys.getprofile() is not None or sys.gettrace() is not None:
+    if _measured():
         return  # whoever measures has yet to write
     atexit._run_exitfuncs()
     with suppress(OSError, ValueError):  # of which Python makes a code of its own

@@ -107,6 +107,9 @@ def test_compiling_is_announced_once(tmp_path):
 LEAVING = """
 import atexit, os, sys, threading, time
 from offload_decode.cli import main as program
+class Tools:  # as from Python 3.12 on
+    def get_tool(self, number):
+        return "cProfile" if number == 2 else None
 def late():
     time.sleep(0.2)
     print("a thread ended")
@@ -128,6 +131,7 @@ program.console()
         ("threading.Thread(target=late).start()", "0", ["answered", "a thread ended", "at the exit"], 0),
         ("", "'a message'", ["answered", "at the exit"], 1),
         ("sys.setprofile(lambda *_: None)", "0", ["answered", "at the exit"], 0),
+        ("sys.monitoring = Tools()", "0", ["answered", "at the exit"], 0),
     ],
 )
 def test_a_process_leaves_at_once_where_nothing_is_lost_by_it(thread, code, told, ended):
