@@ -94,8 +94,8 @@ def _report_lines(report: AppendReport) -> list[str]:
 
 
 def discarded_lines(tokens: int) -> list[str]:
-    """That an interrupted run had come to some `tokens` of another text, if it had."""
-    note = f"an interrupted run was for another text: the {tokens:,} tokens it had come to were discarded"
+    """That an interrupted run had run some `tokens` of another text, if it had."""
+    note = f"an interrupted run was for another text: the {tokens:,} tokens it ran were discarded"
     return [note] if tokens else []
 
 

@@ -51,7 +51,7 @@ class AppendReport:
     `added_tokens` are new; `repeated` ones of the earlier store ran again. `shared` and `copied`: bytes of
     the earlier store that this run put into the new one. `left`: for each kind of index that was not
     extended, a sentence with the reason. `discarded`: tokens that an interrupted run with another text of
-    these documents had come to.
+    these documents had run.
     """
 
     store: Path

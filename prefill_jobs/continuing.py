@@ -217,8 +217,8 @@ class WriteReport:
     bytes, times in seconds, speed over the tokens of this run alone. `shared` and `copied`: bytes of the
     earlier store that this run put into the new one. `grown`: the earlier store is the beginning of the new
     one, so that its indexes are extended and not built anew. `left`: for each kind of index of which neither
-    was done, a sentence with the reason. `discarded`: tokens at which an interrupted run for another text had
-    stopped, which this one does not go on from.
+    was done, a sentence with the reason. `discarded`: tokens that an interrupted run for another text had
+    run, which this one does not go on from.
     """
 
     n_tokens: int
@@ -323,14 +323,14 @@ def replaced(
 def settle(store: Path, earlier: KVStore, whole: bool = False) -> int:
     """Finish what a run that was killed after publishing left, where there is nothing else to do. With
     `whole`, the `earlier` store is of all of the corpus as it is now, and what was begun for another is
-    removed; the tokens that this had come to.
+    removed; the tokens that this had run.
     """
     partial_folder = partial_path(Path(os.path.realpath(store)))
     over = is_left(partial_folder, earlier)
     begun = 0
     if whole and not over:
         with suppress(StoreDamaged):
-            begun = Committed.load(partial_folder).tokens
+            begun = Committed.load(partial_folder).ran
     remove_left(partial_folder, over=over or whole)
     publish_indexes(earlier)
     return 0 if partial_folder.exists() else begun  # another process may be at work there

@@ -70,7 +70,7 @@ class Renewal:
 @dataclass(frozen=True)
 class RenewReport:
     """What a renewal did: `plan` is what there was to do, `done` None where that was nothing. `discarded`:
-    tokens that an interrupted run for another text had come to, and that are of no use for this one.
+    tokens that an interrupted run for another text had run, and that are of no use for this one.
     """
 
     store: Path

@@ -96,7 +96,7 @@ class Growth:
     copied in this run. `command` goes on where it was interrupted. `queries` gives by layer the queries
     `[Hkv, n, D]` at n places, of positions and heads, which the earlier store does not keep. With `stays` the
     earlier store is there for good, and its files are shared. With `whole` the documents are those of all of
-    a corpus as it is now. `discarded`: tokens that another run had come to, in whose place this one began.
+    a corpus as it is now. `discarded`: tokens that were run for another text, in whose place this one began.
     """
 
     earlier: KVStore
@@ -151,7 +151,7 @@ class Growth:
         """Check every byte of the earlier store and put what it holds up to the cut into the staging folder,
         where only metadata lies: what is committed then.
         """
-        empty = replace(empty, base=self.earlier.store_digest)
+        empty = replace(empty, base=self.earlier.store_digest, kept=self.cut)
         self.earlier.verify(lambda done, total: self.progress("verify", done, total))
         if not self.cut:
             return empty

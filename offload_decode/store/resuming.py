@@ -43,7 +43,7 @@ def prepare(
     begun = (partial / PROGRESS).exists() and (partial / STORE).exists()
     others = _others(partial, manifest, arrays) if begun else []
     if others and growth and growth.supersedes(_begun_names(partial), documents):
-        growth.discarded, begun = Committed.load(partial).tokens, False
+        growth.discarded, begun = Committed.load(partial).ran, False
     if not begun:
         _create(partial, manifest, arrays, samples, growth)
         others = _others(partial, manifest, arrays)

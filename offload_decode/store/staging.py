@@ -100,7 +100,8 @@ class Committed:
     `crcs` are CRC-32 of the rows of each head, by array; `segments` are by local layer, `states` by recurrent
     layer; `errors` are the running `streams.EncodingLoss` of each encoded array; `seam_states` and
     `seam_errors` are those at the seam, once it is reached. `base` is the digest of the store that this one
-    begins as, and empty where it begins anew. The file ends with a CRC-32 of itself.
+    begins as, and empty where it begins anew; the first `kept` tokens are of it, and were not run. The file
+    ends with a CRC-32 of itself.
     """
 
     tokens: int = 0
@@ -111,6 +112,12 @@ class Committed:
     errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     seam_errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     base: str = ""
+    kept: int = 0
+
+    @property
+    def ran(self) -> int:
+        """The tokens that were run so far."""
+        return self.tokens - self.kept
 
     def save(self, partial: Path) -> None:
         body = asdict(self)
@@ -132,6 +139,7 @@ class Committed:
             for crcs in data["crcs"].values():
                 check("checksums", crcs, [range(2**32), range(MOST_TOKENS)])
             check("base", data.get("base", ""), str)
+            check("kept", data.get("kept", 0), range(data["tokens"] + 1))
             for sums in (*data["errors"].values(), *data["seam_errors"].values()):
                 check("errors", sums, [float, range(3, 4)])
             return cls(**data, segments=segments, states=states, seam_states=at_seam)

@@ -117,7 +117,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         self._next_states: dict[int, Sequence[Array]] = {}
         self._written = written = set[Path]()  # since the last commit
         done, shape = Committed.load(partial), manifest.shape
-        self.done, self._base = done.tokens, done.base
+        self.done, self._base, self._kept = done.tokens, done.base, done.kept
         self._specs = staged_specs(partial, manifest)
         self._streams = {
             name: RowStream(self._root, spec, written) for name, spec in self._specs.items() if kind_of(spec)
@@ -279,6 +279,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 errors=self._encoder.errors,
                 seam_errors=self._encoder.at_seam,
                 base=self._base,
+                kept=self._kept,
             ).save(self._partial)
             self._written.clear()
             self.done = tokens
