@@ -75,17 +75,18 @@ def main() -> None:
         print(f"offload-decode collect {out} --out {arguments.collection} --system '{SYSTEM}' --model …")
         return
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    there = {line["question"] for line in lines}
+    there = {(line["question"], line["way"]) for line in lines}
     collection = Collection(arguments.collection)
     loaded = load(collection.header.model_id)
     for kind, article, fact, other in cases(arguments.first, arguments.questions):
         asked = question(article, fact)
-        if asked in there:
+        ways = [way for way in WAYS if (asked, way) not in there]
+        if not ways:
             continue
         entries = list(distinct(entry for entry, _ in collection.scored(asked)))[:4]
         begun = Joint([Engine.open(collection.store(entry), loaded) for entry in entries], "pced")
         logits = begun.ask(FORM.format(asked), weights(collection, asked, entries))
-        for way in WAYS:
+        for way in ways:
             joint = begun.fork()
             joint.way = way
             said = joint.talks[0].decode(list(joint.generate(logits, NEW)))
