@@ -1,9 +1,11 @@
 """What the scripts share: how they read options, the command line tool, and tables."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 TOOL = str(Path(sys.executable).with_name("offload-decode"))
 
@@ -11,6 +13,11 @@ TOOL = str(Path(sys.executable).with_name("offload-decode"))
 def option_parser(about: str | None) -> argparse.ArgumentParser:
     """Whose help is the docstring of a script as it stands there."""
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    """What a JSONL file of answers has so far, with which the same command goes on."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.common import option_parser, table
+from benchmarks.common import lines_of, option_parser, table
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack, Material
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8, help="texts for each task and length")
     arguments = parser.parse_args()
     out: Path = arguments.out
-    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    lines = lines_of(out)
     there = {(line["task"], line["length"], line["text"]) for line in lines}
     haystack, loaded = Haystack(arguments.text.name, arguments.text.read_text("utf-8")), load(arguments.model)
     wanted = [

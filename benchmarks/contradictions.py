@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import option_parser, table
+from benchmarks.common import lines_of, option_parser, table
 from benchmarks.together import FORM, NEW, SYSTEM
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.together import distinct, weights
@@ -74,7 +74,7 @@ def main() -> None:
         write_documents(arguments.texts, out, arguments.first, arguments.questions)
         print(f"offload-decode collect {out} --out {arguments.collection} --system '{SYSTEM}' --model …")
         return
-    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    lines = lines_of(out)
     there = {(line["question"], line["way"]) for line in lines}
     collection = Collection(arguments.collection)
     loaded = load(collection.header.model_id)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import option_parser, table
+from benchmarks.common import lines_of, option_parser, table
 from offload_decode.engine import grounded
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import behind_text
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--stores", type=int, default=22)
     parser.add_argument("--budget", type=int, help="stored tokens that answers attend to; all, if not given")
     arguments = parser.parse_args()
-    lines = list(map(json.loads, arguments.out.read_text().splitlines())) if arguments.out.exists() else []
+    lines = lines_of(arguments.out)
     loaded = load(arguments.model)
     shipped = grounded.weights_of(loaded.model.config)
     # What an answer attends to is gathered where there are weights.

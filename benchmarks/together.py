@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.choosing import Head, log_sums, queries, shares
-from benchmarks.common import option_parser, table
+from benchmarks.common import lines_of, option_parser, table
 from benchmarks.grounded import auroc
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry
@@ -224,7 +224,7 @@ def main() -> None:
         write_documents(arguments.texts, out, arguments.documents, arguments.characters)
         print(f"offload-decode collect {out} --out {arguments.collection} --system '{SYSTEM}' --model …")
         return
-    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    lines = lines_of(out)
     there = {(line["asked"], line["question"]) for line in lines}
     print(chosen(Collection(arguments.collection), arguments.documents))
     if not arguments.questions:
