@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.collections import AskedCollection
@@ -165,10 +165,9 @@ class Together:
                 names = [entry.name for entry in entries]
                 addresses = [own.address(entry) for entry in entries]
                 weigh = partial(weights, own, entries=entries)
-            given: dict[str, Any] = {} if self.least is None else {"check": check_measured}
-            if self.choice.way == "exact":
-                given["progress"] = held.enter_context(Progress())
-            opened = opened_together(self.opener, paths, self.choice.way, self.cites, **given)
+            shown = (held.enter_context(Progress()),) if self.choice.way == "exact" else ()
+            check = None if self.least is None else check_measured
+            opened = opened_together(self.opener, paths, self.choice.way, self.cites, check, *shown)
             joint = held.enter_context(opened)
             yield Talk(joint, self.choice.way, names, addresses, weigh, self.least or 0.0)
 

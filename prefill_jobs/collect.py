@@ -40,10 +40,9 @@ _LIKE = 'each line is like {"name": "2020/report.txt", "author": "…"}'
 class CollectReport:
     """What a run did: documents `made` (new or changed) and `kept`; names of those that are `gone` from the
     folder and were dropped; `failed` ones, which keep the store they had, if any; `skipped` files; `notes` on
-    documents that were made; `copies`: names with that of the first document of the same bytes, of
-    which the one that a question means most answers --together. `documents` and `tokens` are those of the
-    whole collection now; `unknown`: names in the metadata that the folder does not have; `prefilled` tokens
-    and `seconds` are of this run.
+    documents that were made; `copies`: names with that of the first document of the same bytes, one of which
+    --together asks. `documents` and `tokens` are those of the whole collection now; `unknown`: names in the
+    metadata that the folder does not have; `prefilled` tokens and `seconds` are of this run.
     """
 
     made: int = 0

@@ -316,8 +316,18 @@ def replaced(
     check_model(earlier, loaded)
     method, start = method_of(earlier), start_of(earlier, tokens)
     check_length(earlier, loaded, len(tokens))
-    given = loaded, start.manifest, tokens, documents, method, store, progress, start, command
-    return write_store(*given, whole=whole)
+    return write_store(
+        loaded,
+        start.manifest,
+        tokens,
+        documents,
+        method,
+        store,
+        progress,
+        start,
+        command=command,
+        whole=whole,
+    )
 
 
 def settle(store: Path, earlier: KVStore, whole: bool = False) -> int:

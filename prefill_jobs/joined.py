@@ -71,8 +71,8 @@ def opened_together(
     paths: Sequence[Path],
     way: str,
     cites: bool,
+    check: Callable[[LoadedModel], None] | None = None,
     progress: Progress = lambda stage, done, total: None,
-    check: Callable[[LoadedModel], None] = lambda loaded: None,
 ) -> Iterator[Joint]:
     """The stores at `paths` as conversations that answer together, in a way of `--join`; `cites` as for
     `Joint`. Raises as this, as `joined_store`, as `Opener.open_all`, and as the `check` of their model, which
@@ -80,7 +80,8 @@ def opened_together(
     """
     with ExitStack() as held:
         engines = opener.open_all([str(path) for path in paths])
-        check(engines[0].loaded)
+        if check is not None:
+            check(engines[0].loaded)
         if way == "exact":
             whole = held.enter_context(joined_store(paths, engines[0].loaded, progress))
             engines, way = [opener.open(str(whole))], "mixture"

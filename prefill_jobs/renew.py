@@ -206,7 +206,8 @@ def renew_as(
     """
     if plan.start is None or loaded is None:
         return RenewReport(store, plan, None, settle(store, plan.earlier, whole=True))
-    given = loaded, plan.earlier, plan.tokens, plan.documents, store, "renew", progress
     with memory_errors():
-        done = replaced(*given, whole=True)
+        done = replaced(
+            loaded, plan.earlier, plan.tokens, plan.documents, store, "renew", progress, whole=True
+        )
     return RenewReport(store, plan, done, done.discarded)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import NamedTuple, Self, TypeVar
 
 import torch
@@ -91,7 +90,6 @@ class Joint:
         self.stored = 0.0  # tokens before a row of attention, in the mean, of `take_stats`
         self._obeyed: list[Processors] = []  # of the answer that is being written, one a row
         self._logs = torch.empty(0)  # of the last `scores`
-        self._likeliest = 0  # by these
 
     def fork(self) -> Self:
         """An independent continuation from here, without what the last answer was `carried` by."""
@@ -101,8 +99,7 @@ class Joint:
         forked.weights, forked.working = self.weights, list(self.working)
         forked.watches = [watch.fork() for watch in self.watches]
         forked.evidences = [
-            own.fork((watch,) if watch else ())
-            for own, watch in zip_longest(self.evidences, forked.watches[: len(self.evidences)])
+            own.fork(forked.watches[place : place + 1]) for place, own in enumerate(self.evidences)
         ]
         forked.look()
         return forked
@@ -168,8 +165,8 @@ class Joint:
             talk.selector.reset()
         self.watches = [Watch(talk.prefix.host) for talk in self.talks] if self.cites else []
         self.evidences = [
-            talk.evidence_of(question, (watch,) if watch else ())
-            for talk, watch in zip_longest(self.talks, self.watches)
+            talk.evidence_of(question, self.watches[place : place + 1])
+            for place, talk in enumerate(self.talks)
         ]
         self.working, self.carried = list(range(len(self.talks))), []
         self._weigh(given.log().to(self.talks[0].loaded.device), least=-torch.inf)
@@ -214,9 +211,7 @@ class Joint:
         obeyed = self.at_work(self._obeyed)
         changed = [obeys(own) for obeys, own in zip(obeyed, logits, strict=True)]
         self._logs = torch.stack(changed).log_softmax(-1)
-        joined = self.joined(self._logs)
-        self._likeliest = int(joined.argmax())
-        return joined
+        return self.joined(self._logs)
 
     def take(self, token: int) -> bool:
         """All go on with a token that was picked by the last `scores`; whether the answer ends with it."""
@@ -337,7 +332,7 @@ class Joint:
         logs = self._logs[: len(self.working)]
         best, tokens = logs.max(-1)
         heard = self.weights >= math.log(HEARD)
-        said = token if bool((tokens[heard] == token).any()) else self._likeliest
+        said = token if bool((tokens[heard] == token).any()) else int(self.joined(self._logs).argmax())
         doubts = heard & (best >= math.log(SURE)) & (logs[:, said] <= math.log(DOUBTED))
         for row in doubts.nonzero().flatten().tolist():
             own, probability = int(tokens[row]), float(best[row].exp())
