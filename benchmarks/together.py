@@ -57,7 +57,7 @@ def write_documents(texts: Path, out: Path, count: int, characters: int) -> None
     for number, path in enumerate(rng.sample(sorted(texts.glob("*.*")), count)):
         text = path.read_text("utf-8", "replace")
         start = rng.randrange(len(text) - characters)
-        filler = text[text.index("\n", max(0, start - 200)) + 1 :][:characters]
+        filler = text[text.find("\n", max(0, start - 200), start + 1) + 1 or start :][:characters]
         planted = insert(filler, [articles()[number].text], [rng.random()])
         town, _, company, _ = articles()[number // 4 * 4 : number // 4 * 4 + 4]
         (out / f"{number:03}.txt").write_text(f"File: {town.name}, {company.name}\n\n{planted}", "utf-8")

@@ -191,9 +191,7 @@ class Joint:
             if step + 1 < most:
                 logits = torch.stack(run_turns(self.turns()))
         if answer.reached:
-            del self.carried[len(self.carried) - answer.dropped :]
-            for evidence in self.evidences:
-                evidence.cut(len(self.carried))
+            self.cut(len(self.carried) - answer.dropped)
             for talk in self.rows:
                 talk.take_back(answer.dropped)
         yield from answer.rest()
@@ -223,6 +221,12 @@ class Joint:
         self.follow([token])
         stops = [obeys.append(token) for obeys in self._obeyed]  # all of them take note of it
         return any(stops)
+
+    def cut(self, length: int) -> None:
+        """The last answer has no more than its first `length` tokens."""
+        del self.carried[length:]
+        for evidence in self.evidences:
+            evidence.cut(length)
 
     def turns(self) -> list[Turn]:
         """What is to be run after a token."""

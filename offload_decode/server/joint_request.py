@@ -27,6 +27,7 @@ from offload_decode.server.requests import (
     Ended,
     Join,
     Joined,
+    JoinedDissent,
     JoinedDocument,
     Prompted,
     Request,
@@ -62,11 +63,13 @@ class Joining:
         """Conversations that run: one behind each store, and for `pced` one behind none."""
         return len(self.targets) + (self.way == "pced")
 
-    def joined(self, shares: Sequence[float] | None = None) -> Joined:
+    def joined(self, shares: Sequence[float] | None = None, dissents: Sequence[Dissent] = ()) -> Joined:
         """What an answer says of it."""
         each: Sequence[float | None] = shares or [None] * len(self.documents)
         parts = zip(self.documents, self.stores, each, strict=True)
-        return Joined(self.join, self.join == "exact", tuple(JoinedDocument(*part) for part in parts))
+        others = (JoinedDissent(self.documents[one.document], one.text, one.probability) for one in dissents)
+        documents = tuple(JoinedDocument(*part) for part in parts)
+        return Joined(self.join, self.join == "exact", documents, tuple(others))
 
     def notes(
         self, shares: Sequence[float] = (), alone: int | None = None, dissents: Sequence[Dissent] = ()
@@ -150,8 +153,9 @@ class JointRequest(RunningRequest):
             self._leave_uncited(over)
         elif self._cites:
             cited = tuple(joint.attended()) if joining.attended else joint.citations()
-        told = joining.joined(shares), (*joining.notes(shares, dissents=joint.dissents), *self._notes)
-        return Done(self.usage, self.stats, cited, (), *told)
+        dissents = joint.dissents
+        notes = *joining.notes(shares, dissents=dissents), *self._notes
+        return Done(self.usage, self.stats, cited, (), joining.joined(shares, dissents), notes)
 
     def turns_run(self) -> list[tuple[PrefixKey, Conversation]]:
         return [
@@ -198,3 +202,6 @@ class JointRequest(RunningRequest):
     def _follow(self, one: RunningSequence, token: int) -> bool:
         stops = self.joint.take(token)
         return one.picker.append(token) or stops
+
+    def _cut(self, one: RunningSequence, length: int) -> None:
+        self.joint.cut(length)

@@ -164,12 +164,22 @@ class JoinedDocument:
 
 
 @dataclass(frozen=True)
+class JoinedDissent:
+    """A document that would have gone on otherwise after so much of the answer: as `engine.joint.Dissent`."""
+
+    document: str
+    text: str
+    probability: float
+
+
+@dataclass(frozen=True)
 class Joined:
     """How several documents gave one answer; `exact` where they were prefilled as one text."""
 
     join: Join
     exact: bool
     documents: tuple[JoinedDocument, ...]
+    dissents: tuple[JoinedDissent, ...] = ()
 
 
 @dataclass(frozen=True)

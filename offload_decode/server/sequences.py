@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,76 +20,16 @@ from offload_decode.engine.citations import Watch
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Evidence, Record
 from offload_decode.engine.second_pass import SecondPass
-from offload_decode.engine.text import Pieces
 from offload_decode.models.prompt import next_turn
 from offload_decode.planning.sizes import generated_bytes
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server import metrics
+from offload_decode.server.answer_text import AnswerText
 from offload_decode.server.loaded_models import Target
 from offload_decode.server.prefix_cache import PrefixCache, PrefixKey
 from offload_decode.server.requests import Delta, Done, Emit, Ended, Event, Prompted, Request, Scored, Usage
 from offload_decode.server.sampling import Picker, scored, vocabulary_of
 from offload_decode.types import StepStats
-
-
-class Text:
-    """Tokens in, text out, up to the first of the strings of `stop` that is complete; it is then `stopped` by
-    that string. No piece ends within a character, and no stop string is ever shown.
-
-    The text ends where that string begins; of several that end with the same character, where the longest
-    begins. Unless `raw`, the joined text is without white space at its ends, as `Answer.text` is. The same
-    tokens give the same joined text, however they are cut into pieces. Special tokens are left out, but for
-    those that are `shown` as a text.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        stop: Sequence[str] = (),
-        raw: bool = False,
-        shown: Mapping[int, str] | None = None,
-    ):
-        self.stopped: str | None = None
-        self._pieces = Pieces(tokenizer)
-        self._stop = tuple(stop)
-        self._raw = raw
-        self._shown = shown or {}
-        self._begun = False
-        # Written and not shown: what may be the beginning of a stop string, and white space before it.
-        self._open = self._blank = ""
-
-    def push(self, token: int) -> str:
-        """The text that can be shown with one more token; it may be empty."""
-        shown = self._shown.get(token)
-        return self._until_stop(self._pieces.push(token) if shown is None else self._pieces.rest() + shown)
-
-    def rest(self) -> str:
-        """The rest, when no more tokens come."""
-        shown = self._until_stop(self._pieces.rest())
-        last, self._open = self._open, ""
-        return shown + self._trimmed(last)
-
-    def _until_stop(self, piece: str) -> str:
-        if self.stopped is not None:
-            return ""
-        text = self._open + piece
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
-            _, start, self.stopped = min(found)
-            self._open = ""
-            return self._trimmed(text[:start])
-        starts = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self._stop))
-        start = next(starts, len(text))
-        self._open = text[start:]
-        return self._trimmed(text[:start])
-
-    def _trimmed(self, text: str) -> str:
-        if self._raw:
-            return text
-        text = self._blank + text if self._begun else text.lstrip()
-        shown = text.rstrip()
-        self._begun, self._blank = self._begun or bool(shown), text[len(shown) :]
-        return shown
 
 
 class ScheduledTurn(NamedTuple):
@@ -107,7 +47,7 @@ class RunningSequence:
     index: int
     conversation: Conversation
     picker: Picker
-    text: Text
+    text: AnswerText
     most: int
     ends: frozenset[int]
     evidence: Evidence
@@ -322,7 +262,7 @@ class RunningRequest:
         """The first token of an answer of so many at `most`."""
         request, loaded, ends = self.request, self.target.loaded, conversation.end_tokens
         picker = Picker(loaded, conversation.tokens, ends, request.generation, most, index)
-        text = Text(loaded.known_tokenizer, self._stops, request.raw, request.shown)
+        text = AnswerText(loaded.known_tokenizer, self._stops, request.raw, request.shown)
         record = Record(conversation.tokens if self._checks else ())
         one = RunningSequence(index, conversation, picker, text, most, ends, evidence, record)
         self.sequences.append(one)
@@ -366,15 +306,25 @@ class RunningRequest:
         if rest := one.text.rest():
             self.emit(Delta(one.index, rest, ()))
         one.finish = finish
+        if one.text.stopped is not None:
+            self._cut(one, one.text.kept)
         stop = one.text.stopped if one.text.stopped in self.request.generation.stop else None
         self.emit(Ended(one.index, finish, stop, self._grounded(one)))
         if self._checks:
             self._check(one)
 
+    def _cut(self, one: RunningSequence, length: int) -> None:
+        """What is told of an answer leaves out what is not shown: it has so many tokens."""
+        one.evidence.cut(length)
+        one.record.cut(length)
+
     def _grounded(self, one: RunningSequence) -> float | None:
         return self.target.start.grounds(one.evidence)
 
     def _check(self, one: RunningSequence) -> None:
+        if not one.record.tokens:
+            self.leave_unchecked("it has no tokens")
+            return
         try:
             again = SecondPass(self.target.start, one.record)
             again.conversation.admitted(again.left)

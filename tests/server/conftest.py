@@ -86,6 +86,19 @@ def ask(service, model="book", question="What is the colour of thing 3?", tokens
     return listener
 
 
+class Letters:
+    """As `Pieces`, but each token is a letter of its own."""
+
+    def __init__(self, tokenizer: object) -> None:
+        pass
+
+    def push(self, token: int) -> str:
+        return chr(0x4E00 + token)
+
+    def rest(self) -> str:
+        return ""
+
+
 def prefilled(folder: Path, name: str, text: str, model: Path) -> None:
     """A store in `folder/stores`, of a text that lies in `folder`."""
     (folder / f"{name}.txt").write_text(text)

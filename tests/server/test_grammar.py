@@ -11,10 +11,10 @@ import torch
 
 from offload_decode.models.loading import wrap
 from offload_decode.server import grammar
+from offload_decode.server.answer_text import AnswerText
 from offload_decode.server.grammar import MOST_BYTES, check_grammar
 from offload_decode.server.requests import Generation, WrongField
 from offload_decode.server.sampling import Picker, check_generation
-from offload_decode.server.sequences import Text
 from tests.models.tokenizers import KINDS, tokenizer_of
 from tests.tiny import served_model, tiny_model
 
@@ -50,7 +50,7 @@ def written(loaded, most=200, seed=0, ends=frozenset([END]), favour=None, **want
     vocabulary = loaded.model.config.vocab_size
     generation = Generation(**{"temperature": 1.0, "seed": seed, **wanted})
     check_generation(loaded, generation)
-    picker, text = Picker(loaded, (), ends, generation, most), Text(loaded.tokenizer)
+    picker, text = Picker(loaded, (), ends, generation, most), AnswerText(loaded.tokenizer)
     shown = ""
     for _ in range(most):
         logits = torch.randn(vocabulary, generator=generator)

@@ -12,6 +12,7 @@ from offload_decode.common.errors import ConfigError, ContextEnds, StoreDamaged
 from offload_decode.engine import grounded
 from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
+from offload_decode.server import answer_text
 from offload_decode.server import service as service_module
 from offload_decode.server.requests import (
     Busy,
@@ -24,7 +25,7 @@ from offload_decode.server.requests import (
 )
 from offload_decode.server.sequences import RunningRequest
 from offload_decode.server.service import ChatRequest, CompletionRequest
-from tests.server.conftest import TEXTS, Listener, ask
+from tests.server.conftest import TEXTS, Letters, Listener, ask
 from tests.server.test_catalog import until
 from tests.tiny import let_models_write
 
@@ -338,6 +339,27 @@ def test_an_answer_is_as_grounded_as_that_of_an_engine(service, shelf, monkeypat
         assert heard.answers[0].grounded == pytest.approx(expected, abs=1e-4)
     both = ask(service, question="Why is it so?", n=2, tokens=20).all().answers
     assert [one.grounded for one in both.values()] == pytest.approx([expected] * 2, abs=1e-4)
+
+
+def test_what_is_told_of_an_answer_leaves_out_its_stop_string(service, shelf, monkeypatch):
+    monkeypatch.setattr(grounded, "kind_of", lambda config: "any")
+    monkeypatch.setitem(grounded.WEIGHTS, "any", grounded.Weights(-0.5, 3.0, 1.0))
+    monkeypatch.setattr(answer_text, "Pieces", Letters)
+    stop = ask(service, question="Why is it so?", tokens=4).all().text[1:]
+    engine = Engine.open(shelf / "stores" / "book.kv", options={"budget": "24"})
+    list(engine.generate(engine.ask("Why is it so?"), 4))
+    whole = engine.grounded
+    engine.evidence.cut(1)
+    stopping = Generation(max_tokens=12, stop=(stop,))
+    heard = ask(service, question="Why is it so?", generation=stopping, check=True).all()
+    assert heard.answers[0].grounded == pytest.approx(engine.grounded, abs=1e-4)
+    assert heard.answers[0].grounded != pytest.approx(whole, abs=1e-4)
+    assert heard.done.checked.tokens == 1
+    # The first token is all that there is to stop at.
+    stopping = Generation(max_tokens=12, stop=(heard.text[0],))
+    heard = ask(service, question="Why is it so?", generation=stopping, check=True).all()
+    assert (heard.text, heard.done.checked) == ("", None)
+    assert "it was not checked: it has no tokens" in heard.done.notes
 
 
 def test_a_failed_request_emits_no_more_events(service, monkeypatch):

@@ -21,7 +21,7 @@ from offload_decode.prefill_jobs import joined as joined_module
 from offload_decode.prefill_jobs.collect import collect
 from offload_decode.prefill_jobs.job import Maker, Settings
 from offload_decode.prefill_jobs.joined import joined_store
-from offload_decode.server import together
+from offload_decode.server import answer_text, together
 from offload_decode.server.requests import (
     Busy,
     Delta,
@@ -36,7 +36,7 @@ from offload_decode.server.requests import (
     WrongField,
 )
 from offload_decode.server.service import CompletionRequest, SearchRequest
-from tests.server.conftest import Listener, ask
+from tests.server.conftest import Letters, Listener, ask
 from tests.server.test_catalog import until
 
 QUESTION, NEW = "What is the colour of thing 3?", 12
@@ -144,6 +144,25 @@ def test_answers_are_grounded_and_name_who_would_say_otherwise(shelf, service, m
     said = [note for note in heard.done.notes if "would say otherwise" in note]
     assert len(said) == len(expected.dissents) > 0
     assert said[0].startswith(BOTH[expected.dissents[0].document])
+    named = [(one.document, one.text, one.probability) for one in heard.done.joined.dissents]
+    assert named == [(BOTH[place], text, pytest.approx(p, abs=1e-5)) for place, text, p in expected.dissents]
+
+
+def test_what_is_told_of_a_joint_answer_leaves_out_its_stop_string(shelf, service, monkeypatch):
+    monkeypatch.setattr(grounded, "kind_of", lambda config: "any")
+    monkeypatch.setitem(grounded.WEIGHTS, "any", Weights(-0.5, 3.0, 1.0))
+    monkeypatch.setattr(answer_text, "Pieces", Letters)
+    stop = ask(service, question=QUESTION, tokens=4, together=BOTH).all().text[1:]
+    expected = Joint(of(shelf, *BOTH))
+    expected.answer(QUESTION, None, 4)
+    whole = expected.shares()
+    expected.cut(1)
+    stopping = Generation(max_tokens=NEW, stop=(stop,))
+    heard = ask(service, question=QUESTION, generation=stopping, together=BOTH).all()
+    shares = [one.share for one in heard.done.joined.documents]
+    assert shares == pytest.approx(expected.shares(), abs=1e-4)
+    assert shares != pytest.approx(whole, abs=1e-4)
+    assert heard.answers[0].grounded == pytest.approx(expected.grounded, abs=1e-4)
 
 
 def test_passages_are_read(shelf, service):

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_decode.models.loading import wrap
+from offload_decode.server.answer_text import AnswerText
 from offload_decode.server.grammar import grammar_of
 from offload_decode.server.requests import Delta, Ended, Generation, Prompted, Usage, WrongField
 from offload_decode.server.sampling import Picker
-from offload_decode.server.sequences import Text
 from offload_decode.server.tool_calls import (
     HERMES,
     LLAMA,
@@ -192,7 +192,7 @@ def test_an_answer_that_must_be_a_call_is_one(kind, how, choice):
     chosen = choice_of(loaded, TOOLS, choice)
     generation = Generation(grammar=chosen.grammar, temperature=1.0, seed=3)
     picker = Picker(loaded, (), frozenset([2]), generation, 2000)
-    text = Text(loaded.tokenizer, (), False, chosen.shown)
+    text = AnswerText(loaded.tokenizer, (), False, chosen.shown)
     calls, written, found = CallParser(chosen.form, chosen.names), "", []
     generator = torch.Generator().manual_seed(0)
     for _ in range(2000):
@@ -246,7 +246,7 @@ def test_special_tokens_of_calls_are_shown_and_no_others():
     loaded = loaded_with("mistral", ("[TOOL_CALLS]", "[INST]"))
     chosen = choice_of(loaded, TOOLS, "auto")
     tokens = loaded.tokenizer.encode("[INST]So.[TOOL_CALLS] [", add_special_tokens=False)
-    text = Text(loaded.tokenizer, (), False, chosen.shown)
+    text = AnswerText(loaded.tokenizer, (), False, chosen.shown)
     assert "".join([*map(text.push, tokens), text.rest()]) == "So.[TOOL_CALLS] ["
     assert chosen.grammar is None
 

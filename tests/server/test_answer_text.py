@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from offload_decode.server.sequences import Text
+from offload_decode.server.answer_text import AnswerText
 from tests.models.tokenizers import KINDS, tokenizer_of
 
 LETTERS = st.text("ab \n", max_size=12)
@@ -25,7 +25,7 @@ class Words:
 
 def read(tokenizer, tokens, *how):
     """What is shown with each token and at the end, and the stop string that came."""
-    text = Text(tokenizer, *how)
+    text = AnswerText(tokenizer, *how)
     shown = [text.push(token) for token in tokens]
     return [*shown, text.rest()], text.stopped
 
@@ -48,6 +48,18 @@ def test_any_split_gives_the_text_before_the_first_stop_string(pieces, stops, ra
     expected, ends = ended("".join(pieces), stops)
     assert "".join(shown) == (expected if raw else expected.strip())
     assert stopped == ends
+
+
+@given(st.lists(LETTERS, max_size=8), STOPS)
+@example(["ab", "", "ba", "b"], ["ba"])
+def test_kept_are_the_tokens_that_begin_before_the_stop_string(pieces, stops):
+    text = AnswerText(Words(pieces), stops)
+    for token in range(len(pieces)):
+        text.push(token)
+    text.rest()
+    before, ends = ended("".join(pieces), stops)
+    starts = [0, *accumulate(map(len, pieces))][: len(pieces)]
+    assert text.kept == (0 if ends is None else sum(start < len(before) for start in starts))
 
 
 @given(st.lists(LETTERS, max_size=8), STOPS)
