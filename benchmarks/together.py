@@ -14,6 +14,7 @@ import json
 import math
 import random
 import time
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -48,6 +49,14 @@ ABSENT = 400  # articles from here on are in no document
 APART = 33  # numbers of articles that are asked for one after the other, prime to the number of documents
 TWO = "two documents"
 KINDS = "one fact", TWO, "no document"
+
+
+def kinds(text: str) -> list[str]:
+    """The kinds of questions that an option names."""
+    named = text.split(",")
+    if unknown := set(named).difference(KINDS):
+        raise ArgumentTypeError(f"there is no kind {', '.join(unknown)}: choose from {', '.join(KINDS)}")
+    return named
 
 
 def write_documents(texts: Path, out: Path, count: int, characters: int) -> None:
@@ -215,7 +224,7 @@ def main() -> None:
     parser.add_argument("--model", help="if not the one that the collection names")
     parser.add_argument("--documents", type=int, default=32)
     parser.add_argument("--questions", type=int, default=16, help="of each kind; 0 tells what words choose")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", type=kinds, default=KINDS)
     parser.add_argument("--ways", default="question,top 1,join 4,join 16,read 4,exact 4")
     parser.add_argument("--heads", type=Path, help="heads.json of benchmarks.choosing")
     arguments = parser.parse_args()
@@ -230,7 +239,7 @@ def main() -> None:
     if not arguments.questions:
         return
     answers = Answers(arguments.collection, arguments.model, arguments.heads)
-    for kind, one in asked(arguments.documents, arguments.questions, arguments.kinds.split(",")):
+    for kind, one in asked(arguments.documents, arguments.questions, arguments.kinds):
         for way in arguments.ways.split(","):
             if (way, one.question) in there:
                 continue
