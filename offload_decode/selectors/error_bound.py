@@ -2,8 +2,9 @@
 (docs/methods.md §2, after vAttention, arXiv 2510.05688).
 
 A query attends to its k best tokens, and to a uniform sample of the others, each of which stands for as many
-as were not drawn. The sample lies in groups; how much these differ states the error of the output. Rows whose
-error may be too large try again with four times as many of both, and at last attend to everything.
+as were not drawn. The sample lies in groups; how much these differ states the error of the output. It does
+not show what it has missed: of that the scores of the next best tokens tell, which the search has found too.
+Rows whose error may be too large try again with four times as many of both, and at last attend to everything.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def rungs_of(length: int) -> tuple[Rung, ...]:
 
 class _Sample(NamedTuple):
     """Tokens drawn from each KV head: their rows in the order of the draw, ids `[H, m]` int64 ascending, the
-    place of each in that order, and a bit for each stored token, which says whether it was drawn.
+    place of each in that order, and a bit for each stored token, which says whether it was drawn. Of their
+    values the `mean` `[H, Dv]`, and the mean square of their lengths, `square` `[H]`.
     """
 
     keys: HeadRows
@@ -62,6 +64,8 @@ class _Sample(NamedTuple):
     ids: Ids
     places: Ids
     bits: npt.NDArray[np.uint8]
+    mean: Float32
+    square: Float32
 
 
 class _Found(NamedTuple):
@@ -155,12 +159,16 @@ class WithinError:
             places = np.argsort(drawn, axis=1)
             there = np.zeros((len(keys), length), np.bool_)
             np.put_along_axis(there, drawn, True, 1)
+            sampled = HeadRows(Rows(own.array[ids]) for own, ids in zip(values, drawn, strict=True))
+            floats = torch.stack([own.read(slice(None), torch.device("cpu")) for own in sampled])
             self._samples[layer, rung] = _Sample(
                 HeadRows(Rows(own.array[ids]) for own, ids in zip(keys, drawn, strict=True)),
-                HeadRows(Rows(own.array[ids]) for own, ids in zip(values, drawn, strict=True)),
+                sampled,
                 np.take_along_axis(drawn, places, 1),
                 places,
                 np.packbits(there, axis=1, bitorder="little"),
+                floats.mean(1).numpy(),
+                floats.square().sum(-1).mean(1).numpy(),
             )
         return self._samples[layer, rung]
 
@@ -197,6 +205,7 @@ class _Rows:
     def _try(self, left: _Left, rung: Rung) -> None:
         keys, values = _some(self.keys, left.heads), _some(self.values, left.heads)
         vectors, ids, scores = map(left.take, (self.vectors, self.found.ids, self.found.scores))
+        further = scores[..., rung.best - 1 : self.searched]
         ids, scores = (np.ascontiguousarray(part[..., : rung.best]) for part in (ids, scores))
         queries = Queries(torch.from_numpy(vectors), *self.how)
         state, read = attend_tokens(queries, keys, values, torch.from_numpy(ids), torch.from_numpy(scores))
@@ -213,8 +222,28 @@ class _Rows:
         stated, bound = np.empty(lse.shape, np.float32), self.within.bound
         others = self.within.host.length - best
         _merge(out, lse, groups[0], groups[1], counted, others, (bound.normal, bound.normal_of_sum), stated)
+        apart = sample.square[left.heads][:, None] - 2 * np.einsum("hrd,hd->hr", out, sample.mean[left.heads])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            apart = np.sqrt(np.maximum(1, 1 + apart / np.square(out).sum(-1)))
+            missed = self._missed(further, lse, counted / others)
+        np.maximum(stated, apart * missed, out=stated)
         for every, own in zip(self.found[2:], (out, lse, stated, best, counted), strict=True):
             left.put(every, own)
+
+    def _missed(self, further: Float32, lse: Float32, drawn: Any) -> Any:
+        """The error of the sum of weights `[h, r]` by tokens of which few were `drawn`, a share of all.
+
+        The scores `further` are known, from the last token on that is attended to: the spread of a sample of
+        these follows. No other token weighs more than the last of them; if none was drawn of some that weigh
+        as much, these are so few, with the probability that is wanted.
+        """
+        scaling, softcap = self.how
+        logits = scaling * further.astype(np.float64)
+        logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+        weights, bound = np.exp(logits - lse[..., None]), self.within.bound
+        spread = np.sqrt((1 - drawn) / drawn * np.square(weights[..., 1:]).sum(-1))
+        unseen = -math.log(1 - bound.share) * weights[..., -1] / drawn
+        return np.maximum(bound.normal_of_sum * spread, unseen)
 
     def _attend_all(self, head: int) -> None:
         rows, keys, values = (

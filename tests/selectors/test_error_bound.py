@@ -53,6 +53,15 @@ def with_a_spike(n_tokens):
     return host_of(keys, values)
 
 
+def on_a_plateau(n_tokens, heavy):
+    """Some more tokens than the first rung's best weigh as much as these, and no other weighs anything: of so
+    few, a sample of the others often has none.
+    """
+    keys = np.zeros((HEADS, n_tokens, DIM), np.float32)
+    keys[:, np.random.default_rng(8).choice(n_tokens, heavy, replace=False)] = 12
+    return host_of(keys, 1 + drawn(HEADS, n_tokens, DIM, seed=9))
+
+
 def alike(n_tokens):
     return host_of(np.ones((HEADS, n_tokens, DIM), np.float32), 1 + drawn(HEADS, n_tokens, DIM, seed=7))
 
@@ -82,8 +91,9 @@ def errors(state, exact):
         heavy_tailed(LONG),
         with_a_spike(SHORT),
         alike(SHORT),
+        on_a_plateau(LONG, 285),
     ],
-    ids=["flat", "peaked", "two rungs", "no direction", "heavy-tailed", "spike", "alike"],
+    ids=["flat", "peaked", "two rungs", "no direction", "heavy-tailed", "spike", "alike", "plateau"],
 )
 def test_the_error_is_kept_to(host, bound):
     prefix, asked = prefix_of(host, bound), ErrorBound.parse(bound)
