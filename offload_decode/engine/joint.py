@@ -78,8 +78,10 @@ class Joint:
             raise ConfigError("no store is given to answer from: give one or more")
         check_alike([talk.loaded for talk in talks])
         self.talks, self.way, self.cites = [talk.fork() for talk in talks], way, cites
-        # The model that sees the question alone, for `pced`.
-        self.rows = [*self.talks, *([behind_text(talks[0], "")] if way == "pced" else [])]
+        # The model that sees the question alone, for `pced`: behind the prompt's opening.
+        alone = [behind_text(talks[0], "")] if way == "pced" else []
+        self.rows = [*self.talks, *alone]
+        self._opened = [0] * len(talks) + [len(row.pending) for row in alone]
         self.weights = torch.zeros(len(talks))  # logarithms, of the documents at work
         self.working = list(range(len(talks)))  # the documents that have not dropped out
         self.watches: list[Watch] = []
@@ -201,9 +203,12 @@ class Joint:
         """Before an answer of so many tokens at most: what the model's `generation_config` asks of each."""
         first, self.carried, self._dissents = self.talks[0], [], {}
         model, tokenizer, ends = first.loaded.model, first.loaded.tokenizer, first.end_tokens
-        self._obeyed = [
-            Processors(model, tokenizer, talk.tokens + talk.pending, ends, most) for talk in self.rows
+        # In each row the same tokens are before the answer: the opening of the prompt is in the stores.
+        before = [
+            (talk.tokens + talk.pending)[opened:]
+            for talk, opened in zip(self.rows, self._opened, strict=True)
         ]
+        self._obeyed = [Processors(model, tokenizer, own, ends, most) for own in before]
 
     def scores(self, logits: Tensor) -> Tensor:
         """The joined scores `[V]` of the next token, from the logits `[K, V]` of the rows at work."""
@@ -330,23 +335,28 @@ class Joint:
         return [*(rows[place] for place in self.working), *rows[len(self.talks) :]]
 
     def _hear(self, token: int) -> None:
-        """Take note of who would not say a token that was picked, by the weights so far. One that nobody who
-        is heard finds the likeliest was drawn by chance, and tells of nobody: the likeliest for all together
-        stands for it.
+        """Take note of who would not say a token that was picked, by the weights so far. One that is the
+        likeliest neither for anybody who is heard nor for all together was drawn by chance, or is what a
+        format asks for, and tells of nobody.
         """
         logs = self._logs[: len(self.working)]
         best, tokens = logs.max(-1)
         heard = self.weights >= math.log(HEARD)
-        said = token if bool((tokens[heard] == token).any()) else int(self.joined(self._logs).argmax())
-        doubts = heard & (best >= math.log(SURE)) & (logs[:, said] <= math.log(DOUBTED))
+        if not (tokens[heard] == token).any() and token != int(self.joined(self._logs).argmax()):
+            return
+        doubts = heard & (best >= math.log(SURE)) & (logs[:, token] <= math.log(DOUBTED))
         for row in doubts.nonzero().flatten().tolist():
             own, probability = int(tokens[row]), float(best[row].exp())
             if own not in self.talks[0].end_tokens:
                 self._dissents.setdefault(self.working[row], (len(self.carried), own, probability))
 
     def _weigh_by(self, token: int, logs: Tensor) -> None:
-        """Weigh the documents at work by the probability that each gave to a token."""
+        """Weigh the documents at work by the probability that each gave to a token; one that none of them
+        may say, as a format may ask for, tells of none.
+        """
         weights = self.weights + logs[: len(self.working), token]
+        if not (weights > -torch.inf).any():
+            weights = self.weights
         shares = torch.zeros(len(self.talks))
         shares[self.working] = weights.softmax(0).cpu()
         self.carried.append(Carried(token, tuple(shares.tolist())))

@@ -25,11 +25,11 @@ def product(logs: Tensor, weights: Tensor, alone: Tensor | None) -> Tensor:
 
 def pced(logs: Tensor, weights: Tensor, alone: Tensor | None) -> Tensor:
     """max (1 + β) log p - β log p_alone + γ log w, up to a constant, where p_alone `[V]` is that of the model
-    without a document (arXiv 2601.08670).
+    without a document (arXiv 2601.08670). A token that this one may not say is not raised for it.
     """
     assert alone is not None, "its conversation runs with the others"
     best = ((1 + BETA) * logs + GAMMA * weights[:, None]).amax(0)
-    return torch.where(best > -torch.inf, best - BETA * alone, best)
+    return torch.where((best > -torch.inf) & (alone > -torch.inf), best - BETA * alone, best)
 
 
 WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {

@@ -194,7 +194,7 @@ class JointRequest(RunningRequest):
 
     def _pick(self, one: RunningSequence, logits: Tensor) -> Scored:
         scores = self.joint.scores(logits)
-        return one.picker.choose(scores, scores)
+        return one.picker.choose(scores, scores, lambda: self.joint.joined(logits.log_softmax(-1)))
 
     def _grounded(self, one: RunningSequence) -> float | None:
         return self.joint.grounded

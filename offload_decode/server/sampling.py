@@ -3,7 +3,7 @@
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -77,18 +77,19 @@ class Picker:
         """The next token from `logits [V]`, which stay as they are. Its log-probability is the model's own:
         at temperature 1, of the logits before anything is changed, as vLLM's `raw_logprobs`.
         """
-        return self.choose(self._processors(logits), logits)
+        return self.choose(self._processors(logits), logits, lambda: logits)
 
-    def choose(self, changed: Tensor, logits: Tensor) -> Scored:
+    def choose(self, changed: Tensor, logits: Tensor, unchanged: Callable[[], Tensor]) -> Scored:
         """`pick` from what the `generation_config` made of the logits: of a joint answer, from joined scores
-        `[V]`, which are then those of its log-probability too.
+        `[V]`, which are then those of its log-probability too. `unchanged`: those that it did not touch.
         """
         if self._added is not None:
             changed = changed + self._added
         if self._grammar is not None:
             allowed = self._grammar.allowed(len(logits), self._ends).to(logits.device)
             fitting = torch.where(allowed, changed, -math.inf)
-            changed = fitting if fitting.amax() > -math.inf else torch.where(allowed, logits, -math.inf)
+            left = bool(fitting.amax() > -math.inf)
+            changed = fitting if left else torch.where(allowed, unchanged(), -math.inf)
         token = int(self._sampler(changed[None]))
         if self._top is None:
             return Scored(token)

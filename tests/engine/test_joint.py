@@ -300,4 +300,37 @@ def test_who_would_say_otherwise_is_named_where_it_first_would(engines):
     assert [(one.document, one.text) for one in together.dissents] == [(0, engines[0].decode([7]))]
     together.prepare(NEW)
     said(seven, seven, seven, drawn=9)  # by chance
+    said(seven, other, seven, drawn=5)
     assert together.dissents == []
+
+
+def test_a_token_that_nobody_may_say_tells_of_no_document(engines):
+    together = Joint(engines)
+    logits = together.ask(QUESTION, [3, 2, 1])
+    together.prepare(NEW)
+    logits[:, 5] = -torch.inf
+    together.scores(logits)
+    together.take(5)
+    assert together.carried[0].shares == pytest.approx([1 / 2, 1 / 3, 1 / 6])
+    assert together.weights.isfinite().all()
+
+
+def test_pced_raises_no_token_that_only_the_model_alone_may_not_say(engines, monkeypatch):
+    together = Joint(engines, "pced")
+    logits = together.ask(QUESTION)
+    logits[-1, 5] = -torch.inf
+    scores = together.joined(logits.log_softmax(-1))
+    assert scores[5] < torch.inf
+    documents = torch.cat([logits[:-1], logits[:1]]).log_softmax(-1)
+    documents[-1, 5] = 0  # which is sure of it, so that nothing is added
+    assert scores[5] == pytest.approx(float(together.joined(documents)[5]))
+
+
+def test_processors_of_the_model_alone_see_the_conversation_and_not_the_opening(engines, monkeypatch):
+    seen = []
+    monkeypatch.setattr(joint, "Processors", lambda model, tokenizer, tokens, *_: seen.append(list(tokens)))
+    together = Joint(engines, "pced")
+    together.ask(QUESTION)
+    together.prepare(NEW)
+    assert seen[-1] == seen[0] == together.talks[0].tokens
+    assert len(together.rows[-1].tokens) > len(seen[0])
