@@ -26,7 +26,7 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import estimate_size
 from offload_decode.planning.caps import admit_question, check_ask, planned_ask
 from offload_decode.server.catalog import Entry
-from offload_decode.server.prefix_cache import PrefixKey, prefix_key
+from offload_decode.server.prefix_cache import PrefixKey, is_of, prefix_key
 from offload_decode.server.requests import Loading, Settings
 from offload_decode.store.reader import KVStore
 
@@ -165,11 +165,13 @@ class LoadedModels:
         return found.result()
 
     def forget(self, name: str) -> None:
-        """Close what is open under a name; answers that are being written go on."""
+        """Close what is open under a name, and the documents of a collection of that name; answers that are
+        being written go on.
+        """
         with self._lock:
-            for key in [key for key in self._open if key.model == name]:
+            for key in [key for key in self._open if is_of(key.model, name)]:
                 del self._open[key]
-            for host in [host for host in self._hosts if host[0] == name]:
+            for host in [host for host in self._hosts if is_of(host[0], name)]:
                 del self._hosts[host]
 
     def close(self) -> None:

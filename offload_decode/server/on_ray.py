@@ -40,7 +40,7 @@ from offload_decode.server import metrics
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.errors import refused
-from offload_decode.server.http.front import STORES, Lost, run
+from offload_decode.server.http.front import STORES, Lost, others, run
 from offload_decode.server.requests import Busy, Settings
 from offload_decode.server.service import Service
 from offload_decode.store.format import Manifest
@@ -132,8 +132,9 @@ class Replica:
         stores = {entry.name for entry in self.service.catalog.entries() if entry.is_store}
         app: ASGIApp = self.app
         try:
-            if name in {STORES, *stores}:
-                await self.hold(name)
+            for one in dict.fromkeys((name, *await others(body))):
+                if one in {STORES, *stores}:
+                    await self.hold(one)
         except OffloadDecodeError as error:
             app = refused(error)
         async with aclosing(run(app, scope, body)) as answered:

@@ -43,6 +43,11 @@ def prefix_key(model: str, selector: str, options: Mapping[str, object], store: 
     return PrefixKey(model, selector, json.dumps(options, sort_keys=True, default=str), store)
 
 
+def is_of(model: str, name: str) -> bool:
+    """Whether a key's model is what this name of the catalog stands for, or a document of that collection."""
+    return model == name or model.startswith(f"{name}/")
+
+
 class _Entry(NamedTuple):
     key: PrefixKey
     tokens: NDArray[np.int64]
@@ -102,12 +107,12 @@ class PrefixCache:
                 self._forget(next(iter(self._entries)))
 
     def drop(self, *, model: str | None = None, key: PrefixKey | None = None) -> None:
-        """Forget the conversations of a model, whose store was closed, replaced or removed, or of a key, and
-        with them the memory of their selector.
+        """Forget the conversations of a model, whose store or collection was closed, replaced or removed, or
+        of a key, and with them the memory of their selector.
         """
         with self._lock:
             for conversation, entry in list(self._entries.items()):
-                if entry.key == key or entry.key.model == model:
+                if entry.key == key or (model is not None and is_of(entry.key.model, model)):
                     self._forget(conversation)
 
     def __len__(self) -> int:

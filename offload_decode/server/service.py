@@ -151,6 +151,19 @@ class Service:
                 return self._submit(asked, target, tokens, emit, **more)
             return self._submit_together(asked, joining, tokens, emit, more)
 
+    def stored_tokens(self, asked: ChatRequest) -> list[int]:
+        """Tokens of each store that a conversation is put to, with the model's 0 where it is none. Raises as
+        `chat`.
+        """
+        entry, together = self.catalog.entry(asked.model), asked.together
+        if isinstance(together, tuple):
+            return [self.catalog.entry(name).tokens for name in together]
+        if not entry.collection:
+            return [entry.tokens]
+        questions = [one.text for one in read_messages(asked.messages) if one.role == "user"] or [""]
+        _, found = self.together.documents(entry, together, asked.join or "mixture", questions[0])
+        return [document.tokens for document in found]
+
     def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
         """Ask for the continuation of a text; its events go to `emit`. Raises as `chat`."""
         with self.releases.asking(asked.model):

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 from offload_decode.collections.collection import Collection
+from offload_decode.collections.journal import Entry as Document
 from offload_decode.collections.together import distinct, weights
 from offload_decode.common.errors import DoesNotFit
 from offload_decode.engine.joint import behind_text
@@ -32,6 +33,7 @@ from offload_decode.server.requests import (
     Emit,
     Event,
     Failed,
+    Join,
     Loading,
     ReadOnly,
     Settings,
@@ -75,16 +77,7 @@ class Together:
         join = asked.join or "mixture"
         if isinstance(asked.together, tuple):
             return self._named(asked, asked.together, entry)
-        if not entry.collection or entry.path is None:
-            raise WrongField(
-                f"'{entry.name}' is no collection: give the names of several stores in together", "together"
-            )
-        collection = Collection(entry.path)
-        room = self._settings.max_running - (join == "pced")  # one of its rows has no document
-        most = asked.together or max(1, min(DOCUMENTS, room))
-        found = list(islice(distinct(one for one, _ in collection.scored(first)), most))
-        if not found:
-            raise WrongField("no document contains a word of the question: rephrase it", "messages")
+        collection, found = self.documents(entry, asked.together, join, first)
         chosen = sorted(found) if join == "exact" else found
         each = [document_entry(f"{entry.name}/{one.store}", collection.store(one)) for one in chosen]
         return Joining(
@@ -97,6 +90,22 @@ class Together:
             tuple(weights(collection, last, chosen)),
         )
 
+    def documents(
+        self, entry: Entry, together: int | None, join: Join, question: str
+    ) -> tuple[Collection, list[Document]]:
+        """Those of a collection that answer a question, the best first. Raises `WrongField`."""
+        if not entry.collection or entry.path is None:
+            raise WrongField(
+                f"'{entry.name}' is no collection: give the names of several stores in together", "together"
+            )
+        collection = Collection(entry.path)
+        room = self._settings.max_running - (join == "pced")  # one of its rows has no document
+        most = together or max(1, min(DOCUMENTS, room))
+        found = list(islice(distinct(one for one, _ in collection.scored(question)), most))
+        if not found:
+            raise WrongField("no document contains a word of the question: rephrase it", "messages")
+        return collection, found
+
     def whole(self, asked: AskOptions, joining: Joining) -> Target:
         """The documents prefilled as one store. Raises `Loading` until it is there, `Busy` where too many
         others wait, and what a prefill raises.
@@ -107,7 +116,11 @@ class Together:
         digests = tuple(target.entry.digest for target in joining.targets)
         paths = [target.entry.path for target in joining.targets if target.entry.path is not None]
         with self._lock:
-            if (found := self._wholes.get(digests)) is None or found.loaded is not loaded:
+            found = self._wholes.get(digests)
+            if found is not None and found.gone:
+                self._wholes.pop(digests).held.close()
+                found = None
+            if found is None or found.loaded is not loaded:
                 if sum(not one.made.done() for one in self._wholes.values()) >= HELD:
                     raise Busy(f"{HELD} others wait to be prefilled as one: try again later", 30)
                 found = _Whole(loaded, len(paths))
@@ -198,6 +211,11 @@ class _Whole:
     held: ExitStack = field(default_factory=ExitStack)
     progress: tuple[int, int] = (0, 0)
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def gone(self) -> bool:
+        """It was made, and somebody has cleared the cache since."""
+        return self.made.done() and self.made.exception() is None and not self.made.result().exists()
 
     def told(self) -> str:
         done, total = self.progress

@@ -115,6 +115,9 @@ class FakeService:
         prompt = asked.prompt if isinstance(asked.prompt, str) else self.detokenize("", asked.prompt)
         return self._begin(asked, prompt[::-1], prompt, emit)
 
+    def stored_tokens(self, asked: ChatRequest) -> list[int]:
+        return [self.catalog.entry(asked.model).tokens]
+
     def tokenize(
         self,
         model: str,

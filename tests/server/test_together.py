@@ -1,6 +1,7 @@
 """Stores that answer a request together say what `engine.joint` says of them, among other requests."""
 
 import re
+import shutil
 import threading
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ from offload_decode.server.requests import (
     TooLarge,
     WrongField,
 )
-from offload_decode.server.service import CompletionRequest, SearchRequest
+from offload_decode.server.service import ChatRequest, CompletionRequest, SearchRequest
 from tests.server.conftest import Letters, Listener, ask
 from tests.server.test_catalog import until
 
@@ -278,6 +279,57 @@ def test_documents_are_prefilled_as_one(shelf, service, tmp_path, monkeypatch):
     with pytest.raises(Busy, match="wait to be prefilled as one"):
         ask(service, together=BOTH[::-1], join="exact")
     assert "prefilled as one text" in heard.done.notes[0]
+
+
+def test_documents_are_prefilled_as_one_again_where_the_cache_was_cleared(service, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    answers = []
+    for _ in range(2):
+        with pytest.raises(Loading, match="2 documents are being prefilled as one"):
+            ask(service, together=BOTH, join="exact")
+        [whole] = service.together._wholes.values()
+        path = whole.made.result(timeout=60)
+        answers.append(ask(service, together=BOTH, join="exact").all().text)
+        shutil.rmtree(path.parent)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("way", ["mixture", "product", "pced"])
+def test_a_format_goes_before_the_generation_config(service, monkeypatch, way):
+    loaded = service.loaded_models.get(service.catalog.entry("book")).loaded
+    digits = [loaded.tokenizer.encode(digit, add_special_tokens=False)[0] for digit in "0123456789"]
+    monkeypatch.setattr(loaded.model.generation_config, "suppress_tokens", digits)
+    generation = Generation(max_tokens=8, grammar={"regex": "[0-9]{4}"}, grammar_field="guided_regex")
+    heard = ask(service, together=BOTH, join=way, generation=generation).all()
+    assert re.fullmatch("[0-9]{4}", heard.text)
+    assert sum(one.share for one in heard.done.joined.documents) == pytest.approx(1)
+
+
+def test_documents_of_a_collection_that_changed_are_closed(place, shelf, serve, tmp_path):
+    shutil.copytree(place.parent / "texts", tmp_path / "texts")
+    shutil.copytree(place, tmp_path / "served")
+    service, name = serve(tmp_path / "served"), "colours.collection"
+    ask(service, name, "Is it green or blue or red?").all()
+    there = {key.model for key in service.loaded_models._open if key.model.startswith(name)}
+    assert len(there) == 3
+    (tmp_path / "texts" / "green.txt").write_text("The colour of this thing is green, or so they say. " * 5)
+    maker = Maker(str(shelf / "model"), Settings(options={"chunk": 64}))
+    collect(str(tmp_path / "texts"), tmp_path / "served" / name, maker)
+    service.catalog.refresh()
+    assert not there.intersection(key.model for key in service.loaded_models._open)
+    assert not any(entry.key.model in there for entry in service.prefix_cache._entries.values())
+    assert len(ask(service, name, "Is it green or blue or red?").all().done.joined.documents) == 3
+
+
+def test_tokens_are_counted_as_they_are_used(place, serve):
+    service, name, question = serve(place), "colours.collection", "Is it green?"
+    for most in (1, None, 3):
+        messages = [{"role": "user", "content": question}]
+        asked = ChatRequest("id", name, Generation(max_tokens=1), messages=messages, together=most)
+        stored = service.stored_tokens(asked)
+        prompt = len(service.tokenize(name, messages=messages))
+        used = ask(service, name, question, tokens=1, together=most).all().usage.prompt
+        assert sum(stored) + len(stored) * prompt == used
 
 
 def test_the_oldest_joined_store_makes_room_for_another(service, tmp_path, monkeypatch):

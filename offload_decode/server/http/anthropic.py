@@ -94,11 +94,12 @@ def router() -> APIRouter:
 
     @routes.post(f"{MESSAGES}/count_tokens", responses=ANTHROPIC_RESPONSES)
     def count(service: AppService, body: MessagesBody) -> Counted:
-        """How many tokens a conversation has, with what is stored ahead of it."""
+        """How many tokens a conversation has, with what is stored ahead of it: as `usage` of its answer."""
         conversation = Conversation(body)
         tools = conversation.tools["tools"] if conversation.tools["tool_choice"] != "none" else None
         ids = service.tokenize(body.model, messages=conversation.messages, tools=tools)
-        return Counted(input_tokens=service.catalog.entry(body.model).tokens + len(ids))
+        stored = service.stored_tokens(chat_request(service.settings, body, conversation))
+        return Counted(input_tokens=sum(stored) + len(stored) * len(ids))
 
     return routes
 

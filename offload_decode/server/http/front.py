@@ -156,9 +156,20 @@ async def _name(scope: Scope, body: bytes) -> str:
     if scope["method"] != "POST":
         query: dict[str, list[str]] = parse_qs(scope["query_string"].decode("latin-1"))
         return query.get("model", [""])[0][:_LONGEST]
+    name = (await _fields(body)).get("model")
+    return name if isinstance(name, str) and len(name) <= _LONGEST else ""
+
+
+async def others(body: bytes) -> list[str]:
+    """The names of stores that are to answer together, where a request gives some."""
+    named = (await _fields(body)).get("together")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
+async def _fields(body: bytes) -> dict[str, Any]:
+    """Those of a request's JSON; none of what is no such thing: a replica says what is wrong with it."""
     try:
         fields = await asyncio.to_thread(json.loads, body)
     except (ValueError, RecursionError):
-        return ""  # a replica says what is wrong with it
-    name = fields.get("model") if isinstance(fields, dict) else None
-    return name if isinstance(name, str) and len(name) <= _LONGEST else ""
+        return {}
+    return fields if isinstance(fields, dict) else {}
