@@ -96,9 +96,10 @@ class Listed(BaseModel, Generic[T]):
 
 
 class ServedModel(Model):
-    """A store, or a model without a corpus. `root` is the model that answers; `parent` the name of that model
-    where this one is a store. `tokens` and `documents` are the store's, and `note` a sentence to know
-    before it is asked. `type`, `display_name` and `created_at` are for Anthropic's clients.
+    """A store, a collection of them, or a model without a corpus. `root` is the model that answers; `parent`
+    the name of that model where this one has a corpus. `tokens` and `documents` are those of the corpus, and
+    `note` a sentence to know before it is asked. `type`, `display_name` and `created_at` are for Anthropic's
+    clients.
     """
 
     type: Literal["model"] = "model"
@@ -108,6 +109,7 @@ class ServedModel(Model):
     parent: str | None = None
     tokens: int
     documents: int
+    collection: bool = False
     note: str | None
 
 
@@ -341,7 +343,12 @@ def _upload(name: str, text: str) -> Upload:
 def _model(entry: Entry) -> ServedModel:
     parent = None if entry.path is None else entry.base
     created = datetime.fromtimestamp(entry.created, UTC)
-    more = {"parent": parent, "display_name": entry.name, "created_at": created, **_fields(entry)}
+    more = {
+        "parent": parent,
+        "display_name": entry.name,
+        "created_at": created,
+        **_fields(entry, "collection"),
+    }
     return ServedModel(object="model", owned_by="offload-decode", **more)
 
 

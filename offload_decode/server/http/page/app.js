@@ -10,6 +10,9 @@ const spoken = new Spoken(at("spoken"));
 const jobs = new Jobs(at("jobs"), made);
 const number = new Intl.NumberFormat("en");
 
+/** What an answer is told of beside its text. */
+const TOLD = ["usage", "stats", "citations", "grounded", "checked", "warnings"];
+
 let known = new Map();
 let turns = [];
 let running = null;
@@ -105,7 +108,7 @@ function asked(turn) {
   if (at("most").value) wanted.max_completion_tokens = Number(at("most").value);
   if (at("temperature").value) wanted.temperature = Number(at("temperature").value);
   if (at("budget").value && turn.model.parent) wanted.options = { budget: at("budget").value };
-  if (at("check").checked && turn.model.parent) wanted.check = true;
+  if (at("check").checked && turn.model.parent && !turn.model.collection) wanted.check = true;
   return wanted;
 }
 
@@ -141,10 +144,13 @@ async function answer(turn, signal) {
       spoken.write(choice.delta.content);
     }
     cut ||= choice?.finish_reason === "length";
-    for (const part of ["usage", "stats", "citations", "grounded", "checked"]) last[part] = chunk[part] ?? last[part];
+    for (const part of TOLD) last[part] = chunk[part] ?? last[part];
   }
   turn.element.classList.toggle("cut", cut);
   turn.end(cut ? "The answer was cut off at its most tokens: ask for more in the settings, or to go on." : turn.answer.trim() ? "" : "The answer is empty.");
+  if (at("check").checked && turn.model.collection) {
+    last.warnings = [...(last.warnings ?? []), "It was not checked: an answer of several documents is not."];
+  }
   turn.tell(last, turn.model.parent);
   const first = last.citations?.[0];
   const most = first && turn.model.parent ? ` It attended most to ${first.name}.` : "";

@@ -45,7 +45,7 @@ export class Turn {
   }
 
   /** The last chunk: what the answer cost, and what it attended to. */
-  tell({ usage, stats, citations, grounded, checked }, corpus) {
+  tell({ usage, stats, citations, grounded, checked, warnings = [] }, corpus) {
     const figures = [];
     const seconds = (this.#last - this.#first) / 1000;
     if (usage?.completion_tokens > 1 && seconds > 0) {
@@ -62,6 +62,9 @@ export class Turn {
     const list = this.find(".figures");
     list.replaceChildren(...figures.map(figure));
     list.hidden = !figures.length;
+    const notes = this.find(".warnings");
+    notes.replaceChildren(...warnings.map(noted));
+    notes.hidden = !warnings.length;
     if (corpus && citations) this.#cite(citations);
   }
 
@@ -72,6 +75,12 @@ export class Turn {
     this.find(".none").hidden = documents.length > 0;
     this.find(".evidence").hidden = false;
   }
+}
+
+function noted(warning) {
+  const item = document.createElement("li");
+  item.textContent = warning;
+  return item;
 }
 
 function shown(cited, most, open) {
