@@ -399,6 +399,7 @@ def _answers_of_cluster(
     stores = [asked.collection.address(entry) for entry in documents]
     remote = asked.on_other_machines(stores)
     parts = [QuestionBatch(store, (question.text,)) for store in stores]
-    how = question.wanted.max_new_tokens, question.wanted.cite, question.wanted.check
-    for number, result in answer_on_ray(parts, cluster, config, *how, remote):
+    wanted = question.wanted
+    how = wanted.max_new_tokens, wanted.cite, wanted.check, remote
+    for number, result in answer_on_ray(parts, cluster, config, *how, least=wanted.least):
         yield documents[number], result if isinstance(result, OffloadDecodeError) else result[0], ""

@@ -89,7 +89,7 @@ def batch(
 
     In a collection, a question goes to the documents that --all, --top and --where choose, or to the one that
     its line names as "document"; the answer's line names its "document". With --together, each question gets
-    one answer, whose line names its "documents".
+    one answer, whose line names its documents in "joined".
 
     With --workers ray, answers are written as they arrive, and a lost worker is replaced; with --together
     too, each question goes to one worker. Workers for which the cluster has no room start when a machine
@@ -287,7 +287,7 @@ def _on_ray(
         job.progress("answer", job.done, job.total, at_work)
 
     remote = None if job.collection is None else job.collection.on_other_machines(stores)
-    how = job.options.config, job.max_new_tokens, job.cites, job.check, remote, watch
+    how = job.options.config, job.max_new_tokens, job.cites, job.check, remote, watch, job.least
     return answer_on_ray(parts, cluster, *how)
 
 

@@ -27,7 +27,7 @@ def cache(
 ) -> None:
     """Show what is kept in the user's cache, or remove it.
 
-    Each kind is bounded, and the least recently used goes first. Stores and indexes are not kept there.
+    Each kind is bounded, and the least recently used goes first. Stores that you made are not kept there.
     """
     from offload_decode.indexes.verified import cache_folder
 

@@ -15,7 +15,6 @@ from offload_decode.config import AUTO, EngineConfig, parse_options, split_pairs
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
-    from offload_decode.models.loading import LoadedModel
     from offload_decode.planning.caps import Caps
     from offload_decode.planning.opening import Opener
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
@@ -119,13 +118,7 @@ def opener_of(options: AskOptions, limited: bool = True) -> Opener:
 
 
 def _measured(engine: Engine) -> Engine:
-    check_measured(engine.loaded)
+    from offload_decode.engine.grounded import check_measured
+
+    check_measured(engine.loaded.model.config)
     return engine
-
-
-def check_measured(loaded: LoadedModel) -> None:
-    """Raise `ConfigError` for a model with which it was not measured how grounded an answer is."""
-    from offload_decode.engine.grounded import weights_of
-
-    if weights_of(loaded.model.config) is None:
-        raise ConfigError(output.UNMEASURED)

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 # Control characters except tabs and newlines, and those that reverse the direction of writing.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NOT_IN_TEXT = "not in the text"
-UNMEASURED = (
-    "how grounded an answer is was not measured for this model, or for passages that are read: ask stores of "
-    "Qwen2.5 0.5B, without --join read, or leave --only-grounded out"
-)
 _BREAKS = re.compile("[\t\n\u2028\u2029]")
 
 
@@ -59,6 +55,8 @@ def if_grounded(text: str, grounded: float | None, least: float | None) -> str:
     if least is None:
         return text
     if grounded is None:
+        from offload_decode.engine.grounded import UNMEASURED
+
         raise ConfigError(UNMEASURED)
     return text if grounded >= least else NOT_IN_TEXT
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.collections import AskedCollection
-from offload_decode.cli.limits import AskOptions, check_measured, opener_of
+from offload_decode.cli.limits import AskOptions, opener_of
 from offload_decode.cli.options import RETRIEVAL, option
 from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import Question, assign
@@ -166,8 +166,8 @@ class Together:
                 addresses = [own.address(entry) for entry in entries]
                 weigh = partial(weights, own, entries=entries)
             shown = (held.enter_context(Progress()),) if self.choice.way == "exact" else ()
-            check = None if self.least is None else check_measured
-            opened = opened_together(self.opener, paths, self.choice.way, self.cites, check, *shown)
+            least = self.least is not None
+            opened = opened_together(self.opener, paths, self.choice.way, self.cites, least, *shown)
             joint = held.enter_context(opened)
             yield Talk(joint, self.choice.way, names, addresses, weigh, self.least or 0.0)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from offload_decode.common.errors import ConfigError, DoesNotFit
 from offload_decode.engine.citations import template_length, text_ids
+from offload_decode.engine.grounded import check_measured
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
 from offload_decode.engine.text import decode
@@ -71,17 +72,17 @@ def opened_together(
     paths: Sequence[Path],
     way: str,
     cites: bool,
-    check: Callable[[LoadedModel], None] | None = None,
+    measured: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> Iterator[Joint]:
     """The stores at `paths` as conversations that answer together, in a way of `--join`; `cites` as for
-    `Joint`. Raises as this, as `joined_store`, as `Opener.open_all`, and as the `check` of their model, which
-    is made before anything is prefilled.
+    `Joint`. Raises as this, as `joined_store`, as `Opener.open_all`, and before anything is prefilled as
+    `check_measured`, where it is to be a model for which `grounded` was `measured`.
     """
     with ExitStack() as held:
         engines = opener.open_all([str(path) for path in paths])
-        if check is not None:
-            check(engines[0].loaded)
+        if measured:
+            check_measured(engines[0].loaded.model.config)
         if way == "exact":
             whole = held.enter_context(joined_store(paths, engines[0].loaded, progress))
             engines, way = [opener.open(str(whole))], "mixture"

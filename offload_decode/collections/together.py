@@ -86,8 +86,8 @@ def notes(
 class Talk:
     """Stores that are open and answer as one. `names`: what users call their documents, with their
     `addresses`; `weigh`: the weights of the documents for a question. With --join exact, `joint` has the one
-    store that was made of all. `least`: an answer that is grounded less is not given, so nobody dissents from
-    it.
+    store that was made of all. `least`: an answer that is grounded less is not given: neither are its
+    words, nor who dissents from it.
     """
 
     joint: Joint
@@ -121,7 +121,7 @@ class Talk:
         if self._joins:
             for document, share in zip(documents, self.joint.shares(), strict=True):
                 document["share"] = share
-            if self.joint.cites:
+            if self.joint.cites and self._given:
                 told["carried"] = [{"token": text, "shares": shares} for text, shares in self._carried()]
             told["dissents"] = [
                 {"document": self.names[one.document], "text": one.text, "probability": one.probability}
@@ -151,8 +151,11 @@ class Talk:
 
     @property
     def _dissents(self) -> Sequence[Dissent]:
-        given = self._joins and (self.joint.grounded or 0.0) >= self.least
-        return self.joint.dissents if given else ()
+        return self.joint.dissents if self._joins and self._given else ()
+
+    @property
+    def _given(self) -> bool:
+        return (self.joint.grounded or 0.0) >= self.least
 
     @property
     def _joins(self) -> bool:

@@ -17,6 +17,7 @@ from offload_decode.collections.together import Talk
 from offload_decode.common.memory import own_memory
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.grounded import check_measured
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.planning.opening import Opener
 from offload_decode.prefill_jobs.buckets.collections import RemoteStores
@@ -63,7 +64,7 @@ JointAnswer = tuple[Answer, Mapping[str, object]]
 class Asker(Worker):
     """Answers questions, with one model and the stores that were asked last. Its progress is in bytes of a
     store that it fetches. `stores`: the absolute paths of all stores to ask or, where they are `remote`,
-    their URLs.
+    their URLs. `least`: what an answer must be grounded by to be given.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Asker(Worker):
         max_new_tokens: int,
         cites: bool,
         check: bool,
+        least: float | None = None,
     ) -> None:
         super().__init__(stores, remote)
+        self.least = least
         self.max_new_tokens, self.cites, self.check = max_new_tokens, cites, check
         self.opener = Opener(config, caps, release=lambda: self._close(0))
         self.opened: OrderedDict[str, tuple[Engine, ExitStack]] = OrderedDict()  # held in the cache
@@ -96,9 +99,10 @@ class Asker(Worker):
         self._close(0)
         with ExitStack() as held:
             paths = [Path(held.enter_context(self.held(store))) for store in task.stores]
-            opened = opened_together(self.opener, paths, task.way, self.cites)
-            joint = held.enter_context(opened)
-            talk = Talk(joint, task.way, task.names, task.addresses, lambda question: task.weights)
+            least = self.least is not None
+            opened = opened_together(self.opener, paths, task.way, self.cites, least)
+            joint, weigh = held.enter_context(opened), lambda question: task.weights
+            talk = Talk(joint, task.way, task.names, task.addresses, weigh, self.least or 0.0)
             answer = talk.answer(task.question, self.max_new_tokens)
             return answer, talk.fields()
 
@@ -108,6 +112,8 @@ class Asker(Worker):
             self._close(self.most - 1)
             with ExitStack() as held:
                 engine = self.opener.open(held.enter_context(self.held(store)))
+                if self.least is not None:
+                    check_measured(engine.loaded.model.config)
                 self.opened[store] = engine, held.pop_all()
         self.opened.move_to_end(store)
         return self.opened[store][0]
@@ -126,6 +132,7 @@ def answer_on_ray(
     check: bool = False,
     remote: RemoteStores | None = None,
     watch: Callable[[TaskProgress], None] = lambda progress: None,
+    least: float | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """The number of each batch with its answers, as `Asker.run` returns them, or an `OffloadDecodeError`, in
     order of completion. With `remote`, stores are URLs; else paths on the workers' machines. `watch` gets the
@@ -140,6 +147,6 @@ def answer_on_ray(
         ]
     each = [one.stores if isinstance(one, JointQuestion) else (one.store,) for one in batches]
     stores = tuple(dict.fromkeys(store for own in each for store in own))
-    setup = stores, remote, config, cluster.caps, max_new_tokens, cites, check
+    setup = stores, remote, config, cluster.caps, max_new_tokens, cites, check, least
     with pool_of(cluster, config.device, Asker, setup, len(batches), remote is not None) as pool:
         yield from pool.run(batches, "answered", watch)

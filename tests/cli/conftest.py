@@ -19,6 +19,7 @@ from offload_decode.engine import engine
 from offload_decode.engine.crossover import decide
 from offload_decode.evals import answering
 from offload_decode.evals.side_by_side import WayAnswer
+from offload_decode.prefill_jobs.on_ray import asking
 from tests.processes import apart
 from tests.tiny import saved_model
 
@@ -179,3 +180,12 @@ def collection(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
     ran = done("collect", texts, "--model", home / "model", "--out", out)
     assert "3 made; it holds 3 documents" in ran.err
     return out
+
+
+def by_one_worker(parts, cluster, config, most, cites, check, remote, watch, least):
+    """What a cluster of this machine returns: the last question first."""
+    stores = tuple(store for one in parts for store in one.stores)
+    worker = asking.Asker(stores, remote, config, cluster.caps, most, cites, check, least)
+    worker.load()
+    for number, one in reversed(list(enumerate(parts))):
+        yield number, worker.do(one).result

@@ -153,10 +153,12 @@ def by_one_worker(
     cites: bool = False,
     check: bool = False,
     remote: RemoteStores | None = None,
+    watch: object = None,
+    least: float | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """What a cluster of one machine, this one, returns: the last part first."""
     stores = tuple(one.store for one in batches)
-    worker = Asker(stores, remote, config, cluster.caps, most, cites, check)
+    worker = Asker(stores, remote, config, cluster.caps, most, cites, check, least)
     worker.load()
     for number, one in reversed(list(enumerate(batches))):
         yield number, worker.do(one).result

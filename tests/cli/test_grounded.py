@@ -7,7 +7,8 @@ from offload_decode.engine import grounded, joint
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.grounded import Weights
 from offload_decode.prefill_jobs import joined
-from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
+from offload_decode.prefill_jobs.on_ray import asking
+from tests.cli.conftest import batch, by_one_worker, done, json_of, lines_of, refused, run, write_lines
 from tests.server.http.conftest import running, service, url
 
 __all__ = ["running", "service", "url"]
@@ -65,6 +66,8 @@ def test_joined_answers_are_grounded_too(measured, home, texts, tmp_path, monkey
         monkeypatch.setattr(joint, limit, value)
     assert json_of("ask", *both)["joined"]["dissents"]
     assert json_of("ask", *both, "--only-grounded", "1")["joined"]["dissents"] == []
+    assert json_of("ask", *both, "--cite")["joined"]["carried"]
+    assert "carried" not in json_of("ask", *both, "--cite", "--only-grounded", "1")["joined"]
     assert "otherwise" not in run("ask", *both, "--only-grounded", "1").err
     chat = "chat", measured, other, *ASK[1:], "--together", "2"
     ran = run(*chat, "--only-grounded", "1", stdin=QUESTION + "\n")
@@ -73,6 +76,10 @@ def test_joined_answers_are_grounded_too(measured, home, texts, tmp_path, monkey
     questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
     assert batch(questions, out, measured, other, "--together", "2", "--only-grounded", "1").code == 0
     assert [one["answer"] for one in lines_of(out)] == [NOT_IN_TEXT]
+    monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
+    there, how = tmp_path / "there.jsonl", ("--together", "2", "--only-grounded", "1", "--workers", "ray")
+    assert batch(questions, there, measured, other, *how).code == 0
+    assert [one["joined"]["dissents"] for one in lines_of(there)] == [[]]
     exact = json_of("ask", *both, "--join", "exact")
     assert 0 < exact["grounded"] < 1
     assert "--join read and --only-grounded" in refused(
@@ -96,6 +103,9 @@ def test_a_model_that_was_not_measured_is_refused_before_it_answers(store, tmp_p
         assert (told.code, "was not measured for this model" in told.err) == (2, True)
     questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
     assert "was not measured for this model" in batch(questions, out, store, *only).err
+    monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
+    told = batch(questions, out, store, *alone, *only, "--workers", "ray")
+    assert (told.code, "was not measured for this model" in told.err) == (2, True)
 
 
 def test_a_server_tells_it(url, service):

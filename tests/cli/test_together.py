@@ -22,7 +22,7 @@ from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.prefill_jobs.joined import joined_store
 from offload_decode.prefill_jobs.on_ray import asking
 from offload_decode.store.reader import KVStore
-from tests.cli.conftest import batch, done, json_of, lines_of, refused, run, write_lines
+from tests.cli.conftest import batch, by_one_worker, done, json_of, lines_of, refused, run, write_lines
 from tests.tiny import let_models_write, saved_model
 
 QUESTION, NEW = "Which word is beta?", ("--max-new-tokens", "4")
@@ -165,15 +165,6 @@ def test_a_batch_names_what_nobody_speaks_of(collection, out, tmp_path):
     assert ran.code == 1
     assert "no document contains a word of line 1 of the questions: rephrase it" in ran.err
     assert [line["question"] for line in lines_of(out)] == [QUESTION]
-
-
-def by_one_worker(parts, cluster, config, most, cites, check, remote, watch):
-    """What a cluster of this machine returns: the last question first."""
-    stores = tuple(store for one in parts for store in one.stores)
-    worker = asking.Asker(stores, remote, config, cluster.caps, most, cites, check)
-    worker.load()
-    for number, one in reversed(list(enumerate(parts))):
-        yield number, worker.do(one).result
 
 
 @pytest.mark.parametrize("way", ["mixture", "read", "exact"])
