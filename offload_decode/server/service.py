@@ -288,7 +288,8 @@ class Service:
 
             def tell(event: Event) -> None:
                 if isinstance(event, Done):
-                    event = replace(event, joined=told.joined(), notes=told.notes())
+                    notes = tuple(filter(None, (*told.notes(), whole.entry.note)))
+                    event = replace(event, joined=told.joined(), notes=notes)
                 emit(event)
 
             return self._submit(asked, whole, tokens, tell, **more)

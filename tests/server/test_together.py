@@ -17,6 +17,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.grounded import Weights
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
+from offload_decode.hf.rope_scaling import Trained
 from offload_decode.planning.sizes import generated_bytes
 from offload_decode.prefill_jobs import joined as joined_module
 from offload_decode.prefill_jobs.collect import collect
@@ -272,6 +273,8 @@ def test_documents_are_prefilled_as_one(shelf, service, tmp_path, monkeypatch):
         ask(service, together=BOTH, join="exact")
     [whole] = service.together._wholes.values()
     path = whole.made.result(timeout=60)
+    monkeypatch.setattr(Trained, "note", lambda own, tokens: f"{tokens} tokens are many")
+    monkeypatch.setattr(Trained, "tell", lambda own, tokens: None)
     heard = ask(service, together=BOTH, join="exact", n=1).all()
     assert heard.text == engines([path])[0].answer(QUESTION, NEW).text
     assert heard.done.joined.exact is True
@@ -279,6 +282,7 @@ def test_documents_are_prefilled_as_one(shelf, service, tmp_path, monkeypatch):
     with pytest.raises(Busy, match="wait to be prefilled as one"):
         ask(service, together=BOTH[::-1], join="exact")
     assert "prefilled as one text" in heard.done.notes[0]
+    assert heard.done.notes[1] == f"{heard.done.usage.cached} tokens are many"
 
 
 def test_documents_are_prefilled_as_one_again_where_the_cache_was_cleared(service, tmp_path, monkeypatch):

@@ -107,6 +107,12 @@ def test_an_answer_says_what_it_attended_to_and_what_it_cost(page, service):
     assert service.tickets[0].asked.cite
 
 
+def test_what_to_know_of_an_answer_of_several_documents_is_shown(page, service):
+    expect(_ask(page, ASKED).locator(".warnings")).to_be_hidden()
+    service.notes = ("Joined by mixture from 2 documents.", "b.txt would say otherwise: “Eve…” (50%).")
+    expect(_ask(page, ASKED).locator(".warnings li")).to_have_text(list(service.notes))
+
+
 def test_an_answer_is_checked_where_that_is_asked_for(page, service):
     page.get_by_text("Settings").click()
     page.get_by_label("Check").check()
