@@ -8,6 +8,7 @@ copied. Where the earlier store stays, its files are linked whole, and those of 
 one (`ArraySpec.base`).
 """
 
+import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 
 from offload_decode.common.errors import StoreDamaged
 from offload_decode.common.files import remove
-from offload_decode.store.files import Progress, open_regular
+from offload_decode.store.files import Progress, hash_files, open_regular, render
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layer_states import StateLog, WindowLog
 from offload_decode.store.layout import ArraySpec, Samples, array_name, at, samples_of
@@ -188,6 +189,7 @@ class Growth:
             seam_states=states if reached and manifest.keeps_seam else {},
             errors=errors,
             seam_errors=errors if reached else empty.seam_errors,
+            shared=base_digest(specs, self._base_sums(root, specs)),
         )
 
     def _rows(self, root: Path, spec: ArraySpec, rows: int) -> None:
@@ -213,6 +215,24 @@ class Growth:
                 shared = copy_range(source / old, start, root / file, to, count)
                 self.shared, self.copied = self.shared + shared, self.copied + count - shared
                 place += count
+
+    def _base_sums(self, root: Path, specs: Sequence[ArraySpec]) -> dict[str, str]:
+        """The SHA-256 of the files of a base: of links as the earlier store has it, by which they were just
+        checked, so that what changes from then on is found.
+        """
+        taken = {
+            ours.file: theirs.file
+            for spec in specs
+            for head in range(spec.shape[0] if spec.base else 0)
+            for ours, theirs in zip(
+                spec.head_parts(head)[: len(spec.base)],
+                self.earlier.specs[spec.name].head_parts(head),
+                strict=False,
+            )
+        }
+        source = self.earlier.path
+        copies = [new for new, old in taken.items() if not os.path.samefile(root / new, source / old)]
+        return {new: self.earlier.checksum(old) for new, old in taken.items()} | hash_files(root, copies)
 
     def _queries(self, manifest: Manifest, samples: Samples) -> Callable[[int], Array]:
         """What gives the samples of a layer of the new store, up to the cut."""
@@ -250,6 +270,14 @@ class Growth:
             log = StateLog(folder, layer, manifest.shape.layers[layer].states, set())
             segments[str(layer)] = log.put(self.cut, kept[layer].states)
         return segments
+
+
+def base_digest(specs: Iterable[ArraySpec], sums: Mapping[str, str]) -> str:
+    """Names the bytes of the files of a base, which no row's checksum counts, by the SHA-256 of each; empty
+    where there are none.
+    """
+    found = {file: sums[file] for spec in specs for file in spec.base_files()}
+    return hashlib.sha256(render(found)).hexdigest() if found else ""
 
 
 def is_left(partial: Path, earlier: KVStore) -> bool:

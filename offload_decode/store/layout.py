@@ -115,6 +115,11 @@ class ArraySpec:
         base = [Part(f"{self.name}/base.{head}.{i}", *sizes) for i, sizes in enumerate(self.base)]
         return base + [Part(file, self.chunk_bytes, self.chunk_bytes) for file in self.head_files(head)]
 
+    def base_files(self) -> list[str]:
+        """The files of the base, head by head."""
+        heads = range(self.shape[0] if self.base else 0)
+        return [part.file for head in heads for part in self.head_parts(head)[: len(self.base)]]
+
     def beginning(self, rows: int) -> tuple[tuple[int, int], ...]:
         """The `base` of an array that begins with so many rows of this one: as many as can be mapped ahead of
         another file.

@@ -192,6 +192,10 @@ class KVStore:
                     f"{self.path} is another store now than when it was opened: open it again."
                 )
 
+    def checksum(self, file: str) -> str:
+        """The SHA-256 that a file of the store, by its path below it, had when it was published."""
+        return self._sums[file]
+
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
         names = self.specs[array_name(layer, "keys")].head_parts(kv_head)

@@ -1,5 +1,6 @@
 """Begin a store, or resume one that a killed process began: both continue from what is committed."""
 
+import functools
 import json
 import os
 import shutil
@@ -12,9 +13,9 @@ from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.common.rows.encodings import decode
 from offload_decode.store import layout, staging
-from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular
+from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, hash_files, open_regular, read_regular
 from offload_decode.store.format import Array, Manifest
-from offload_decode.store.growth import Growth
+from offload_decode.store.growth import Growth, base_digest
 from offload_decode.store.layout import ArraySpec, Samples, array_specs, samples_of
 from offload_decode.store.pages import fold_pages
 from offload_decode.store.reader import names_of
@@ -52,6 +53,8 @@ def prepare(
             f"{partial} was begun with another {' and another '.join(others)}: remove it to begin "
             f"again{', or go on with the same corpus' if growth else ', or choose another path'}."
         )
+    if begun:
+        _check_base(partial, manifest, growth)
     return samples
 
 
@@ -107,6 +110,17 @@ def staged_specs(partial: Path, manifest: Manifest) -> dict[str, ArraySpec]:
         except (FileNotFoundError, StoreDamaged) as error:
             raise staging.damaged(partial, name) from error
     return specs
+
+
+def _check_base(partial: Path, manifest: Manifest, growth: Growth | None) -> None:
+    """StoreDamaged where the files of a base have changed since they were taken over. Publishing would find
+    it too, after hours.
+    """
+    specs = staged_specs(partial, manifest).values()
+    report = functools.partial(growth.progress, "verify") if growth else None
+    names = [file for spec in specs for file in spec.base_files()]
+    if base_digest(specs, hash_files(partial / STORE, names, report)) != Committed.load(partial).shared:
+        raise staging.base_damaged(partial)
 
 
 def _others(partial: Path, manifest: Manifest, arrays: Mapping[str, Array]) -> list[str]:

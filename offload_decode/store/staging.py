@@ -100,8 +100,9 @@ class Committed:
     `crcs` are CRC-32 of the rows of each head, by array; `segments` are by local layer, `states` by recurrent
     layer; `errors` are the running `streams.EncodingLoss` of each encoded array; `seam_states` and
     `seam_errors` are those at the seam, once it is reached. `base` is the digest of the store that this one
-    begins as, and empty where it begins anew; the first `kept` tokens are of it, and were not run. The file
-    ends with a CRC-32 of itself.
+    begins as, and empty where it begins anew; the first `kept` tokens are of it, and were not run. `shared`
+    is the `growth.base_digest` of its arrays, whose base has no part in `crcs`. The file ends with a CRC-32
+    of itself.
     """
 
     tokens: int = 0
@@ -113,6 +114,7 @@ class Committed:
     seam_errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     base: str = ""
     kept: int = 0
+    shared: str = ""
 
     @property
     def ran(self) -> int:
@@ -139,6 +141,7 @@ class Committed:
             for crcs in data["crcs"].values():
                 check("checksums", crcs, [range(2**32), range(MOST_TOKENS)])
             check("base", data.get("base", ""), str)
+            check("shared", data.get("shared", ""), str)
             check("kept", data.get("kept", 0), range(data["tokens"] + 1))
             for sums in (*data["errors"].values(), *data["seam_errors"].values()):
                 check("errors", sums, [float, range(3, 4)])
@@ -158,6 +161,13 @@ def _crc(body: dict[str, Any]) -> int:
 
 def damaged(partial: Path, name: str) -> StoreDamaged:
     return StoreDamaged(f"{name} in {partial} is damaged: remove {partial} and prefill again.")
+
+
+def base_damaged(partial: Path) -> StoreDamaged:
+    return StoreDamaged(
+        f"The files that {partial} took over from another store have changed: run `offload-decode verify` on "
+        f"that store, restore what it names from a copy, remove {partial} and prefill again."
+    )
 
 
 _WAYS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")

@@ -113,7 +113,9 @@ def head_view(root: Path, spec: ArraySpec, head: int) -> Array:
 
 
 def row_crcs(root: Path, spec: ArraySpec, rows: int) -> list[int]:
-    """CRC-32 of the first `rows` rows of every head, without the bytes of a base, which nobody writes."""
+    """CRC-32 of the first `rows` rows of every head, without the bytes of a base, which nobody writes
+    (`Committed.shared` is of those).
+    """
     if not rows:
         return [0] * spec.shape[0]
     heads = (head_view(root, spec, head) for head in range(spec.shape[0]))

@@ -21,7 +21,7 @@ from offload_decode.common.errors import StoreBusy, StoreExists, StoreIncomplete
 from offload_decode.store import layout, staging
 from offload_decode.store.files import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.format import Array, Manifest, token_hash
-from offload_decode.store.growth import Growth
+from offload_decode.store.growth import Growth, base_digest
 from offload_decode.store.layer_states import StateLog, WindowLog
 from offload_decode.store.layout import SEAM, Samples, array_name, row_norms
 from offload_decode.store.marks import Kept, pack
@@ -117,7 +117,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
         self._next_states: dict[int, Sequence[Array]] = {}
         self._written = written = set[Path]()  # since the last commit
         done, shape = Committed.load(partial), manifest.shape
-        self.done, self._base, self._kept = done.tokens, done.base, done.kept
+        self.done, self._base, self._kept, self._shared = done.tokens, done.base, done.kept, done.shared
         self._specs = staged_specs(partial, manifest)
         self._streams = {
             name: RowStream(self._root, spec, written) for name, spec in self._specs.items() if kind_of(spec)
@@ -280,6 +280,7 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
                 seam_errors=self._encoder.at_seam,
                 base=self._base,
                 kept=self._kept,
+                shared=self._shared,
             ).save(self._partial)
             self._written.clear()
             self.done = tokens
@@ -344,7 +345,10 @@ class KVStoreWriter(AbstractContextManager["KVStoreWriter"]):
             names = layout.group_files(self.manifest)
             for spec in self._specs.values():
                 names += [spec.metadata_file, *spec.sizes()]
-            sums = render(hash_files(self._root, names, progress))
+            hashed = hash_files(self._root, names, progress)
+            if base_digest(self._specs.values(), hashed) != self._shared:
+                raise staging.base_damaged(self._partial)
+            sums = render(hashed)
             for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
                 files.write(self._partial / name, data)  # its temporary file must not lie in the store
                 files.rename(self._partial / name, self._root / name)

@@ -336,6 +336,50 @@ def test_a_stopped_one_goes_on_and_is_kept(tmp_path: Path) -> None:
     assert tree(base) == before
 
 
+@pytest.mark.parametrize("linked", [True, False], ids=["linked", "copied"])
+@pytest.mark.parametrize("appended", [False, True], ids=["on", "append"])
+@pytest.mark.parametrize("running", [False, True], ids=["stopped", "running"])
+def test_bytes_of_a_base_that_change_meanwhile_are_never_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool, appended: bool, linked: bool
+) -> None:
+    """While it is stopped, and while it runs; also where a store on a base is appended to."""
+    if not linked:
+        monkeypatch.setattr(growth, "link", lambda source, target: False)
+    model, out = loaded("llama"), tmp_path / "x.kv"
+    prefill_texts(model, TEXTS, tmp_path / "base.kv", settings())
+    if appended:
+        on(tmp_path / "base.kv", model, TEXTS[:1], out)
+    earlier = KVStore.open(out if appended else tmp_path / "base.kv")
+    seam, file = earlier.manifest.seam or 0, tmp_path / "x.kv.partial/store/layers/000/keys/base.0.0"
+    stops = [] if running else [KeyboardInterrupt]
+    other = bytes([earlier.keys(0, 0).view(np.uint8)[0, 0] ^ 1])
+
+    def harm() -> None:
+        with file.open("r+b") as opened:  # in place, as a disk does it
+            opened.write(other)
+
+    def meanwhile(stage: str, done: int, total: int) -> None:
+        if stage == "prefill" and done > seam:
+            if stops:
+                raise stops.pop()
+            harm()
+
+    def go_on() -> None:
+        if appended:
+            append_texts(model, [TEXTS[1]._replace(name="f.txt")], out, progress=meanwhile)
+        else:
+            prefill_texts(model, TEXTS[1:2], out, Settings(base=earlier.path), progress=meanwhile)
+
+    if not running:
+        with pytest.raises(KeyboardInterrupt):
+            go_on()
+        harm()
+    with pytest.raises(StoreDamaged, match="took over from another store have changed"):
+        go_on()
+    assert out.exists() == appended
+    assert not appended or KVStore.open(out).manifest == earlier.manifest
+
+
 def test_a_stopped_one_is_refused_when_its_base_has_changed(tmp_path: Path) -> None:
     model, base, out = loaded(), tmp_path / "base.kv", tmp_path / "x.kv"
     prefill_texts(model, TEXTS[:2], base, settings())
