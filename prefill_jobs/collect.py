@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -29,6 +30,7 @@ from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped, Walk
 from offload_decode.prefill_jobs.job import Maker, Settings, make, prepare, settled
 from offload_decode.store.layout import ROOT
 from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import Committed, partial_path
 
 Metadata = Mapping[str, Mapping[str, Value]]
 """Metadata of documents, by their names."""
@@ -200,7 +202,7 @@ class _Collecting:
             about = f"{document.name}, {done:,} of {tokens:,} tokens" if stage == "prefill" else document.name
             self.progress("collect", number, total, about)
 
-        earlier = self._earlier(document.name)
+        earlier = self._earlier(document.name, place.path)
         opening = earlier.manifest.opening if earlier else None
         try:
             work = prepare(loaded, [document], self.maker.settings, place, (), opening)
@@ -216,9 +218,14 @@ class _Collecting:
             self.report.prefilled += report.n_tokens - report.resumed_from
         return Entry(document.name, sha256, name, report.n_tokens, {})
 
-    def _earlier(self, name: str) -> KVStore | None:
-        """The store of what the document was before, if it can be continued."""
+    def _earlier(self, name: str, path: Path) -> KVStore | None:
+        """The store of what the document was before, if it can be continued. What was begun at `path` without
+        one, as where that is damaged, goes on so: to begin as one would discard it.
+        """
         known = self.changing.journal.entries.get(name)
+        with suppress(FileNotFoundError, StoreDamaged):  # nothing was begun; who goes on is told
+            if not Committed.load(partial_path(path)).base:
+                return None
         try:
             return None if known is None else opened(self.changing.store(known.store))
         except StoreError:

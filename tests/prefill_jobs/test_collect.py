@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,29 @@ def test_a_document_that_grew_begins_as_its_earlier_store(maker, texts, out, tmp
         whole = tmp_path / f"{damaged}.kv"
         prefill(str(texts / "a.txt"), model=maker.model, out=whole, settings=SETTINGS)
         assert tree(held(out)["a.txt"]) == tree(whole)
+
+
+def test_what_was_begun_without_a_damaged_earlier_store_goes_on(maker, texts, out, tmp_path):
+    """Each run sees that store again, which opens, and begins nothing anew for it."""
+    (texts / "a.txt").write_text(text := "alpha " * 40)
+    collect(str(texts), out, maker)
+    damaged = held(out)["a.txt"] / "layers/000/window_keys/c.0.0.0"
+    damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
+    (texts / "a.txt").write_text(text + "omega")
+    for first, last in ((0, 64), (64, 128), (128, None)):
+        done: list[int] = []
+
+        def interrupt(stage: str, at: int, total: int, about: str, done=done, last=last) -> None:
+            if "a.txt, " in about:
+                done.append(int(about.split()[1]))
+                if done[-1] == last:
+                    raise Killed
+
+        with pytest.raises(Killed) if last else nullcontext():
+            collect(str(texts), out, maker, progress=interrupt)
+        assert done[0] == first
+    prefill(str(texts / "a.txt"), model=maker.model, out=tmp_path / "whole.kv", settings=SETTINGS)
+    assert tree(held(out)["a.txt"]) == tree(tmp_path / "whole.kv")
 
 
 def test_a_store_that_was_removed_is_made_again(maker, texts, out, collected):
