@@ -89,7 +89,7 @@ def _report_lines(report: AppendReport) -> list[str]:
     )
     lines += discarded_lines(report.discarded)
     lines += earlier_parts(report.shared, report.copied)
-    lines += [index.summary(kind, "extended") for kind in report.indexes]
+    lines += [index.summary(kind) for kind in report.indexes]
     return [*lines, *report.left, f'ask it something: offload-decode ask {report.store} "…"']
 
 

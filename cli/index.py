@@ -150,12 +150,13 @@ def _tell(report: BuildReport, recall: float, quiet: bool) -> None:
         output.note(f"some heads stay below the requested recall of {recall}", quiet)
 
 
-def summary(report: BuildReport, verb: str = "built") -> str:
-    kept = f", {report.reused:,} kept" if report.reused else ""
+def summary(report: BuildReport) -> str:
+    heads = {"extended": report.extended, "built": report.built - report.extended, "kept": report.reused}
+    done = ", ".join(f"{count:,} {what}" for what, count in heads.items() if count)
     at = f"@{report.k}" if report.k else ""
     tuned = "; ".join(f"{name} {_span(value)}" for name, value in report.parameters.items())
     return (
-        f"{report.folder}: {report.heads:,} heads ({report.built:,} {verb}{kept}), "
+        f"{report.folder}: {report.heads:,} heads ({done}), "
         f"{output.size(report.bytes)}, in {output.duration(report.seconds)}"
         f"; recall{at} {report.recall:.3f} on average, {report.lowest_recall:.3f} for the worst head"
         f"{_attention(report)}{f'; {tuned}' if tuned else ''}"

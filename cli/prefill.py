@@ -294,7 +294,7 @@ def _made(report: PrefillReport) -> str:
         lines.append(
             f"shared with the store that it begins as: {shared}; copied: {output.size(report.copied)}"
         )
-    lines += [index.summary(kind, "extended") for kind in report.indexes]
+    lines += [index.summary(kind) for kind in report.indexes]
     lines += report.left
     if report.pushed:
         lines.append(f"{report.store}: {summary(report.pushed, 'sent')}")

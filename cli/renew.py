@@ -107,5 +107,5 @@ def _report_lines(report: RenewReport) -> list[str]:
         f"{output.size(done.bytes)}",
         *earlier_parts(done.shared, done.copied),
     ]
-    lines += [index.summary(kind, "extended" if done.grown else "built") for kind in done.indexes]
+    lines += [index.summary(kind) for kind in done.indexes]
     return [*lines, *done.left, f'ask it something: offload-decode ask {report.store} "…"']

@@ -216,9 +216,9 @@ class WriteReport:
     more for their queries; `resumed_from`: tokens at which an interrupted run had stopped, or these. Sizes in
     bytes, times in seconds, speed over the tokens of this run alone. `shared` and `copied`: bytes of the
     earlier store that this run put into the new one. `grown`: the earlier store is the beginning of the new
-    one, so that its indexes are extended and not built anew. `left`: for each kind of index of which neither
-    was done, a sentence with the reason. `discarded`: tokens that an interrupted run for another text had
-    run, which this one does not go on from.
+    one, so that its indexes are extended where no key has changed, and not built anew. `left`: for each kind
+    of index of which neither was done, a sentence with the reason. `discarded`: tokens that an interrupted
+    run for another text had run, which this one does not go on from.
     """
 
     n_tokens: int
@@ -272,7 +272,9 @@ def write_store(
                 publish_indexes(earlier)  # a kill may have left those of the earlier store unpublished
             grown = np.array_equal(earlier.tokens, new.tokens[: len(earlier.tokens)])
             where = earlier.path if replaces else writer.path
-            indexes, left = extend_indexes(earlier, new, where, grown, progress)
+            # The last chunk ran again with more tokens, for which a sparse method may choose others.
+            sure = start.kept if method.chunk_shapes else earlier.manifest.n_tokens
+            indexes, left = extend_indexes(earlier, new, where, grown, sure, progress)
         if replaces:
             progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
         writer.publish()

@@ -31,6 +31,7 @@ from offload_decode.kv.indexes import (
 )
 from offload_decode.store.files import Progress
 from offload_decode.store.reader import KVStore
+from offload_decode.store.streams import as_bytes
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class BuildReport:
     """What was built: sizes in bytes, time in seconds, recall@k measured on held-out prefill queries.
 
     `k` is None where nothing was measured; `recall` is the mean over heads, `lowest_recall` that of the worst
-    head; both are 1 for an exhaustive index. `parameters`: the lowest and the highest search parameter that
-    the recall target took; `full_scans`: how many heads took a full scan of the keys. The rest is
-    `attention_of` the heads.
+    head; both are 1 for an exhaustive index. `extended`: those of the `built` that go on from an earlier one.
+    `parameters`: the lowest and the highest search parameter that the recall target took; `full_scans`: how
+    many heads took a full scan of the keys. The rest is `attention_of` the heads.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class BuildReport:
     most_lost: float | None = None
     best: float | None = None
     least_best: float | None = None
+    extended: int = 0
 
 
 def build_indexes(
@@ -134,7 +136,7 @@ def check_target(recall: float, k: int) -> None:
 
 
 def _report(
-    kind: str, folder: Path, records: list[RecallRecord | None], built: int, began: float
+    kind: str, folder: Path, records: list[RecallRecord | None], built: int, began: float, extended: int = 0
 ) -> BuildReport:
     """The report of a build that `began` at that time; `records` are of every head."""
     tuned = [record for record in records if record is not None]
@@ -153,6 +155,7 @@ def _report(
         lowest_recall=min(measured),
         parameters={tuned[0].parameter: (min(values), max(values))} if tuned else {},
         full_scans=sum(record.full_scan for record in tuned),
+        extended=extended,
         **attention_of(tuned),
     )
 
@@ -214,12 +217,13 @@ def _remove_old(folder: Path) -> None:
 
 
 def extend_indexes(
-    earlier: KVStore, new: KVStore, path: Path, grown: bool, progress: Progress
+    earlier: KVStore, new: KVStore, path: Path, grown: bool, sure: int, progress: Progress
 ) -> tuple[list[BuildReport], list[str]]:
     """Extend every kind of index of the `earlier` store by the further keys of the `new` one, which will lie
-    at `path`, where that has `grown` from it; where other keys stand in it, build the kinds anew for the same
-    recall. The results stay in their staging folders there until `publish_indexes`. Returns a report of each
-    kind, or a sentence with the reason why there is none.
+    at `path`, where that has `grown` from it; where it has not, or a head has other keys or values behind the
+    first `sure` tokens than it had, build anew for the same recall. The results stay in their staging
+    folders there until `publish_indexes`. Returns a report of each kind, or a sentence with the reason why
+    there is none.
 
     An interrupted call is resumed by the same one. Raises `VectorIndexError` where an index cannot be
     written.
@@ -230,7 +234,7 @@ def extend_indexes(
         try:
             built = examine(earlier, kind)
             if built is not None and built.whole:
-                reports.append(_extend(earlier, new, path, kind, grown, progress))
+                reports.append(_extend(earlier, new, path, kind, grown, sure, progress))
                 continue
             why = "nobody began it" if built is None else built.reason(earlier.path)
         except IndexNotWritten:
@@ -258,13 +262,13 @@ def publish_indexes(store: KVStore) -> None:
 
 
 def _extend(
-    earlier: KVStore, new: KVStore, path: Path, kind: str, grown: bool, progress: Progress
+    earlier: KVStore, new: KVStore, path: Path, kind: str, grown: bool, sure: int, progress: Progress
 ) -> BuildReport:
     chosen = registry.get(kind)
     folder, staging = kind_folder(earlier.path, kind), staging_folder(path, kind)
     heads, began = heads_of(earlier), time.perf_counter()
     records: list[RecallRecord | None] = []
-    made = 0
+    made = extended = 0
     progress("index", 0, len(heads))
     with alone(indexes_folder(path)):
         for done, (layer, head) in enumerate(heads, start=1):
@@ -273,7 +277,8 @@ def _extend(
                 keys, digest = earlier.keys(layer, head), earlier.digest(layer, head)
                 first = chosen.load(index_path(folder, layer, head), keys, digest=digest)
                 keys, digest = new.keys(layer, head), new.digest(layer, head)
-                if grown:
+                extends = grown and _stay(earlier, new, layer, head, sure)
+                if extends:
                     index = first.extended(keys, new.queries(layer, head), digest=digest)
                 else:
                     target: dict[str, Any] = {}
@@ -281,13 +286,21 @@ def _extend(
                         target = {"target_recall": own.target, "k": own.k}
                     index = chosen.build(keys, new.queries(layer, head), digest=digest, **target)
                 index.summarize(new.values(layer, head))
-                if grown:
+                if extends:
                     index.share(first, stays=path != earlier.path)
                 index.save(index_path(staging, layer, head))
-                made += 1
+                made, extended = made + 1, extended + extends
             records.append(index.recall)
             progress("index", done, len(heads))
-    return replace(_report(kind, staging, records, made, began), folder=kind_folder(path, kind))
+    report = _report(kind, staging, records, made, began, extended)
+    return replace(report, folder=kind_folder(path, kind))
+
+
+def _stay(earlier: KVStore, new: KVStore, layer: int, head: int, sure: int) -> bool:
+    """Whether the rows of a head of the `earlier` store behind the first `sure` stand in the `new` one."""
+    rows = slice(sure, earlier.manifest.n_tokens)
+    pairs = ((store.keys(layer, head)[rows], store.values(layer, head)[rows]) for store in (earlier, new))
+    return all(as_bytes(ours) == as_bytes(theirs) for ours, theirs in zip(*pairs, strict=True))
 
 
 def _is_of(store: KVStore, staging: Path, kind: str) -> bool:

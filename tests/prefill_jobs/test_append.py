@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
-from offload_decode.kv.indexes import index_path, kind_folder, staging_folder
+from offload_decode.kv.indexes import heads_of, index_path, kind_folder, staging_folder
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs import continuing, indexing
 from offload_decode.prefill_jobs.append import append_texts
@@ -233,6 +234,34 @@ def test_indexes_are_extended_and_their_recall_is_stated(begun):
         assert all(record is not None and (record.target, record.k) == (0.9, 8) for record in found)
         again = build_indexes(store, each.kind, recall=0.9, k=8)
         assert (again.built, again.reused) == (0, 2), "nothing is left to build"
+
+
+@pytest.mark.parametrize("method", ["dense", "quoka"])
+def test_indexes_of_heads_whose_old_keys_changed_are_built_anew(tmp_path, method):
+    """The last chunk runs again with more tokens, for which a sparse method chooses others: from the second
+    layer on, old tokens have other keys. Those heads have the index of one prefill.
+    """
+    model, store, whole = loaded("llama"), tmp_path / "s.kv", tmp_path / "whole.kv"
+    letters = np.random.default_rng(0).choice([*"abcdefghij klmnop"], (3, 400))
+    texts = [TextDocument(f"{number}.txt", "".join(text)) for number, text in enumerate(letters)]
+    options = {"quoka": {"budget": "20", "queries": 4}}.get(method, {})
+    how = Settings(method, {"chunk": 256, **options}, query_samples=64)
+    prefill_texts(model, texts[:2], store, how)
+    build_indexes(store, "faiss-ivf", recall=0.9, k=8)
+    earlier = KVStore.open(store)
+    before = {place: np.array(earlier.keys(*place)) for place in heads_of(earlier)}
+    (report,) = append_texts(model, texts[2:], store).indexes
+    prefill_texts(model, texts, whole, how)
+    build_indexes(whole, "faiss-ivf", recall=0.9, k=8)
+    after = KVStore.open(store)
+    off = {place: np.abs(after.keys(*place)[: len(keys)] - keys).max() for place, keys in before.items()}
+    changed = [place for place, most in off.items() if most > 1e-4]
+    assert changed == ([] if method == "dense" else [place for place in before if place[0]])
+    for place in changed:
+        ours, theirs = (index_path(kind_folder(path, "faiss-ivf"), *place) for path in (store, whole))
+        for suffix in (".json", ".faiss"):
+            assert ours.with_suffix(suffix).read_bytes() == theirs.with_suffix(suffix).read_bytes()
+    assert report.extended == len(before) - len(changed)
 
 
 def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(begun):
