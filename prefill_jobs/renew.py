@@ -170,7 +170,6 @@ def compared(
                     f"{name} is in {earlier.path} and cannot be read now ({unread[part]}): mend it, or leave "
                     "it out (--exclude)"
                 )
-    # Of a store on a store on a store, all of the first one's are no fewer.
     ends = [base.tokens for base in bases_of(earlier)] if gone else []
     bases = [{one.name for one in earlier.documents if one.start < end} for end in ends]
     if (2 * len(gone) > len(before) or any(base and base.issubset(gone) for base in bases)) and not drop:

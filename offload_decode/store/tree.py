@@ -13,7 +13,7 @@ AS_IT_WAS, CHANGED, GONE, UNREADABLE = "as it was", "changed since", "gone", "ca
 
 
 class Base(NamedTuple):
-    """The store that another one begins as, the `tokens` it gave, and whether it is still there."""
+    """A store that another one begins as, the `tokens` that both have, and whether it is still there."""
 
     path: str
     tokens: int
@@ -23,6 +23,7 @@ class Base(NamedTuple):
 def bases_of(store: KVStore) -> Iterator[Base]:
     """The store that this one begins as, the one which that begins as, and so on while they are unchanged."""
     found: KVStore | None = store
+    both = store.manifest.n_tokens  # a renewal may leave a store less of its base than that has of its own
     while found and (base := found.manifest.base):
         path = os.path.normpath(Path(os.path.realpath(found.path)).parent / base["store"])
         found, now = None, AS_IT_WAS
@@ -34,7 +35,8 @@ def bases_of(store: KVStore) -> Iterator[Base]:
             now = GONE
         except (StoreError, OSError):  # of another user, or a name that no file has
             now = UNREADABLE
-        yield Base(path, base["tokens"], now)
+        both = min(both, base["tokens"])
+        yield Base(path, both, now)
 
 
 def begun_as(store: KVStore) -> list[str]:

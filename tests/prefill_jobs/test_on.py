@@ -108,6 +108,24 @@ def test_one_is_renewed_from_its_own_part_from_within_the_base_and_from_the_begi
         texts[number] = texts[number]._replace(text=changed.format(texts[number].text))
         plan = compared(KVStore.open(store), model.tokenizer, model.prompt, texts)
         renew_as(plan, model, store)
+def test_the_tree_tells_what_a_store_has_like_each_of_its_bases(tmp_path: Path) -> None:
+    """A renewal within the base leaves less of that base, and no more of those which that begins as."""
+    model, store = loaded("llama"), tmp_path / "3.kv"
+    texts = [
+        TextDocument(f"{name}.txt", f"{name} has {n}. " * (20 + 7 * n)) for n, name in enumerate("abcde")
+    ]
+    prefill_texts(model, texts[:2], tmp_path / "0.kv", settings())
+    for deep in (1, 2, 3):
+        on(tmp_path / f"{deep - 1}.kv", model, texts[deep + 1 : deep + 2], tmp_path / f"{deep}.kv")
+    texts[1] = texts[1]._replace(text=f"{texts[1].text}x")
+    renew_as(compared(KVStore.open(store), model.tokenizer, model.prompt, texts), model, store)
+    found = [*bases_of(KVStore.open(store))]
+    assert [Path(base.path).name for base in found] == ["2.kv", "1.kv", "0.kv"]
+    for base in found:
+        tokens = KVStore.open(Path(base.path)).tokens[: base.tokens]
+        assert np.array_equal(KVStore.open(store).tokens[: base.tokens], tokens)
+
+
         prefill_texts(model, texts, tmp_path / f"{number}.kv", settings())
         assert numbers(store) == numbers(tmp_path / f"{number}.kv")
         renewed = KVStore.open(store)
