@@ -166,19 +166,20 @@ class Jobs:
         return self._submit(replace(self._on(name, "renew"), drop=drop), documents)
 
     def cancel(self, id: str) -> Job:
-        """Stop a job, and remove what it has written: a store that has its name already stays. One that is
-        done, or about to put a new store in its place, stays as it is. Raises `NoSuchName`.
+        """Stop a job, and remove what it has written: a store that has its name already stays, and what
+        another job may go on with. One that is done, or about to put a new store in its place, stays as it
+        is. Raises `NoSuchName`.
         """
         with self._changed:
             job = self.job(id)
             running = job.state == "running"
-            if job.state == "done" or (running and self._exchanging):
+            if job.state in ("done", "cancelled") or (running and self._exchanging):
                 return job
             job = self._save(job, "cancelled")
             if running and self._process is not None:
                 self._process.kill()
             elif not running:
-                discard(Path(job.work.path))
+                self._discard(job)
             return job
 
     def retry(self, id: str) -> Job:
@@ -295,6 +296,13 @@ class Jobs:
             self._changed.notify_all()
             return job
 
+    def _discard(self, cancelled: Job) -> None:
+        """Remove what a job has written, unless it is what another one on that store stopped at."""
+        path = cancelled.work.path
+        begun = [job for job in self._jobs.values() if job.work.path == path and job.started is not None]
+        if cancelled.started is not None and all(job.state in ("done", "cancelled") for job in begun):
+            discard(Path(path))
+
     def _check_stays(self, name: str) -> None:
         if name in self._deleting:
             raise StoreBusy(f"'{name}' is being deleted")
@@ -368,7 +376,7 @@ class Jobs:
                 if self._closed:
                     return
                 if self._jobs[job.id].state == "cancelled":
-                    discard(Path(job.work.path))
+                    self._discard(job)
                     return
                 if "result" in message:
                     self._save(job, "done", result=message["result"])

@@ -249,13 +249,31 @@ def test_a_job_that_is_cancelled_ends(running, says, shelf):
         (shelf / f"{name}.kv.partial" / "lock").touch()
     assert running.cancel(second.id).state == "cancelled"
     assert running.cancel(first.id).state == "cancelled"
-    until(lambda: not list(shelf.glob("*.partial")))
+    until(lambda: [left.name for left in shelf.glob("*.partial")] == ["b.kv.partial"])  # not of the second
     assert running.cancel(first.id).state == "cancelled"
     assert running.progress(first.id) is None
     says([DONE])
     (third,) = over(running, running.prefill("a", None, [text("facts")]))
     assert running.cancel(third.id).state == "done"
     assert state(running, second) == "cancelled"
+
+
+def test_what_a_failed_job_has_begun_stays_when_another_one_is_cancelled(running, says, shelf, book):
+    """Whether that one waits, failed or runs: the failed job goes on where it stopped."""
+    partial = shelf / "book.kv.partial"
+    says([HALF, {"error": "the disk is full."}], [{"error": "begun with another text"}], [HALF, WAIT])
+    failed, refused = (running.append("book", [text(name, MORE)]) for name in ("more", "others"))
+    over(running, failed, refused)
+    running_now, waiting = (running.renew("book", [text("facts")]) for _ in range(2))
+    partial.mkdir()
+    (partial / "lock").touch()
+    until(lambda: running.progress(running_now.id) is not None)
+    for other in (waiting, refused, running_now):
+        assert running.cancel(other.id).state == "cancelled"
+    until(lambda: running.progress(running_now.id) is None)
+    assert partial.exists()
+    running.cancel(failed.id)
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("change", ["append", "renew"])
