@@ -31,8 +31,8 @@ from offload_decode.store.format import Array, Manifest, running_software, token
 from offload_decode.store.growth import Growth, is_left, missing_samples
 from offload_decode.store.marks import marks_for, row_bytes
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import REPLACED, Committed, locked, partial_path
-from offload_decode.store.writer import KVStoreWriter, remove_left, restore
+from offload_decode.store.staging import Committed, partial_path
+from offload_decode.store.writer import KVStoreWriter, remove_left, undo_exchange
 from offload_decode.types import Document
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -40,10 +40,7 @@ Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 def opened(path: Path) -> KVStore:
     """The store at `path`, if it can be continued. Raises `StoreError`."""
-    where = Path(os.path.realpath(path))
-    if (partial_path(where) / REPLACED).exists():
-        with locked(partial_path(where)):
-            restore(where, partial_path(where) / REPLACED)
+    undo_exchange(path)
     store = KVStore.open(path)
     if store.manifest.seam is None:
         raise StoreForeign(

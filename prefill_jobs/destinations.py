@@ -18,7 +18,7 @@ from offload_decode.store.format import Manifest, fingerprint_version
 from offload_decode.store.layout import ROOT, header_of, read_header
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, STORE, locked, partial_path
-from offload_decode.store.writer import refuse_existing
+from offload_decode.store.writer import refuse_existing, undo_exchange
 from offload_decode.types import Document
 
 _SHOWN = {"token_hash": "text", "n_tokens": "length", "rope": "--context"}  # fields in messages
@@ -52,6 +52,7 @@ class Place:
 
     def found(self) -> Found | None:
         """The complete store that is there, if any."""
+        undo_exchange(self.path)
         if not os.path.lexists(self.path):
             return None
         if not (self.path / ROOT).exists():

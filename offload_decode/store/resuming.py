@@ -19,7 +19,7 @@ from offload_decode.store.growth import Growth, base_digest
 from offload_decode.store.layout import ArraySpec, Samples, array_specs, samples_of
 from offload_decode.store.pages import fold_pages
 from offload_decode.store.reader import names_of
-from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed
+from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed
 from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, no_errors, write_array
 from offload_decode.types import Document
 
@@ -48,6 +48,11 @@ def prepare(
     if not begun:
         _create(partial, manifest, arrays, samples, growth)
         others = _others(partial, manifest, arrays)
+    if others and (partial / REPLACED).exists():  # the only copy of it
+        raise StoreMismatch(
+            f"{partial} holds the store that an append or a renewal was replacing when it was killed: "
+            "run that again to go on, or choose another path."
+        )
     if others:
         raise StoreMismatch(
             f"{partial} was begun with another {' and another '.join(others)}: remove it to begin "

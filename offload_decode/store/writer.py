@@ -54,6 +54,15 @@ def restore(old: Path, aside: Path) -> None:
         files.rename(aside, old)
 
 
+def undo_exchange(path: Path) -> None:
+    """`restore` the store at `path`, where a killed process has left it in the staging folder."""
+    path = Path(os.path.realpath(path))
+    partial = partial_path(path)
+    if (partial / REPLACED).exists():
+        with staging.locked(partial):
+            restore(path, partial / REPLACED)
+
+
 def _at_once(one: Path, other: Path) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(other)

@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
 from offload_decode.kv.indexes import heads_of, index_path, kind_folder, staging_folder
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs import continuing, indexing
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.destinations import Place
 from offload_decode.prefill_jobs.indexing import build_indexes
-from offload_decode.prefill_jobs.job import Settings, prefill_texts
+from offload_decode.prefill_jobs.job import Settings, prefill_texts, prepare, settled
 from offload_decode.selectors.topk import HeadIndexes
+from offload_decode.store import writer
 from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import REPLACED
 from tests.prefill_jobs.killing import tree
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -293,6 +297,31 @@ def test_indexes_that_were_extended_but_not_published_are_found(begun, monkeypat
     assert append_texts(model, TEXTS[2:], store).kept
     assert HeadIndexes(KVStore.open(store), "auto").kind == "clusters"
     assert not staging_folder(store, "clusters").exists()
+
+
+def test_a_store_that_a_kill_left_without_its_name_is_not_to_be_removed(begun, monkeypatch):
+    """Where names cannot be exchanged it lies in the staging folder for a moment: the only copy."""
+    model, store = begun
+    before = tree(store)
+    rename = files.rename
+
+    def killed(old: Path, new: Path) -> None:
+        rename(old, new)
+        if new.name == REPLACED:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "_at_once", lambda new, old: False)
+        patched.setattr(files, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            append_texts(model, TEXTS[2:3], store)
+    assert not store.exists()
+    with pytest.raises(StoreMismatch, match="run that again to go on, or choose another path"):
+        prefill_texts(model, TEXTS[4:], store, settings())
+    with pytest.raises(StoreMismatch, match="is there already, of another length and another text"):
+        settled(prepare(model, TEXTS[4:], settings(), Place(store)), Place(store))
+    assert tree(store) == before
+    assert append_texts(model, TEXTS[2:3], store).added == ("c.txt",)
 
 
 def test_only_one_append_at_a_time(begun):
