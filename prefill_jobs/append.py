@@ -5,20 +5,19 @@ not full, runs again with what follows.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offload_decode.common.errors import CorpusError, TextRefused
 from offload_decode.common.memory import Peak, give_back
 from offload_decode.models.loading import LoadedModel
-from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.continuing import (
     Tokens,
     check_model,
+    is_known,
     load_for,
     opened,
     prompt_of,
@@ -30,7 +29,6 @@ from offload_decode.prefill_jobs.corpus import (
     TextDocument,
     check_some,
     encode_corpus,
-    headed,
     notes_on,
     read_corpus,
 )
@@ -121,7 +119,7 @@ def append_texts(
     prompt = prompt_of(earlier, loaded.prompt)
     admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
-        fresh = [text for text in texts if not _is_known(earlier, loaded.tokenizer, prompt, text)]
+        fresh = [text for text in texts if not is_known(earlier, loaded.tokenizer, prompt, text)]
         tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
     give_back()
     check_some(failed, texts)
@@ -172,33 +170,6 @@ def append_tokens(
         left=done.left,
         discarded=done.discarded,
     )
-
-
-def _is_known(store: KVStore, tokenizer: Any, prompt: Prompt, text: TextDocument) -> bool:
-    """Whether a document of that name and text is in the store. Raises `CorpusError` for another text."""
-    named = [document for document in store.documents if document.name == text.name]
-    if not named:
-        return False
-    stored = [store.tokens[document.start : document.end] for document in named]
-    forms = _forms(tokenizer, prompt, text, first=named[0] == store.documents[0])
-    try:
-        if any(np.array_equal(form, tokens) for form in forms for tokens in stored):
-            return True
-    except TextRefused:
-        return False  # it fails once more where it is to be added
-    raise CorpusError(
-        f"{text.name} is in {store.path} already, with another text, and a store only grows: leave it out "
-        "(--exclude) or give it another name, or prefill all of it again"
-    )
-
-
-def _forms(tokenizer: Any, prompt: Prompt, text: TextDocument, first: bool) -> Iterator[list[int]]:
-    """The possible tokens of a document in a store. The `first` one opens the prompt, and is headed by its
-    name if others came with it.
-    """
-    if first:
-        yield prompt.document(tokenizer, text.text, first)
-    yield prompt.document(tokenizer, headed(text), first)
 
 
 class GrowingStore:

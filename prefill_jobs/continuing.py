@@ -6,22 +6,33 @@ boundary before the first token that differs, at which all that the next chunk n
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from offload_decode.common.errors import ConfigError, StoreDamaged, StoreForeign, StoreMismatch
+from offload_decode.common.errors import (
+    ConfigError,
+    CorpusError,
+    IndexNotWritten,
+    StoreBusy,
+    StoreDamaged,
+    StoreForeign,
+    StoreMismatch,
+    TextRefused,
+)
 from offload_decode.common.memory import Peak
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.chunks import WrittenPrefix, output_to, prefill_chunks
+from offload_decode.prefill_jobs.corpus import TextDocument, headed
 from offload_decode.prefill_jobs.finite import Extremes
 from offload_decode.prefill_jobs.indexing import BuildReport, extend_indexes, publish_indexes
 from offload_decode.prefill_jobs.methods.base import Method
@@ -105,6 +116,33 @@ def prompt_of(store: KVStore, prompt: Prompt) -> Prompt:
             f"{prompt.template} one: use the tokenizer that it was made with, or prefill all of it again."
         )
     return prompt.opened(store.manifest.opening)
+
+
+def is_known(store: KVStore, tokenizer: Any, prompt: Prompt, text: TextDocument) -> bool:
+    """Whether a document of that name and text is in the store. Raises `CorpusError` for another text."""
+    named = [document for document in store.documents if document.name == text.name]
+    if not named:
+        return False
+    stored = [store.tokens[document.start : document.end] for document in named]
+    forms = _forms(tokenizer, prompt, text, first=named[0] == store.documents[0])
+    try:
+        if any(np.array_equal(form, tokens) for form in forms for tokens in stored):
+            return True
+    except TextRefused:
+        return False  # it fails once more where it is to be added
+    raise CorpusError(
+        f"{text.name} is in {store.path} already, with another text, and a store only grows: leave it out "
+        "(--exclude) or give it another name, or prefill all of it again"
+    )
+
+
+def _forms(tokenizer: Any, prompt: Prompt, text: TextDocument, first: bool) -> Iterator[list[int]]:
+    """The possible tokens of a document in a store. The `first` one opens the prompt, and is headed by its
+    name if others came with it.
+    """
+    if first:
+        yield prompt.document(tokenizer, text.text, first)
+    yield prompt.document(tokenizer, headed(text), first)
 
 
 @dataclass(frozen=True)
@@ -265,8 +303,9 @@ def write_store(
         replaces = growth is not None and growth.replaces(store)
         if start and (stays or replaces):
             earlier, new = start.earlier, KVStore.open(writer.seal())
-            if replaces:
-                publish_indexes(earlier)  # a kill may have left those of the earlier store unpublished
+            # A kill may have left those of the earlier store unpublished. Where it stays others may be at it.
+            with nullcontext() if replaces else suppress(StoreBusy, IndexNotWritten):
+                publish_indexes(earlier)
             grown = np.array_equal(earlier.tokens, new.tokens[: len(earlier.tokens)])
             where = earlier.path if replaces else writer.path
             # The last chunk ran again with more tokens, for which a sparse method may choose others.

@@ -14,7 +14,7 @@ from offload_decode.indexes.verified import cache_folder
 from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.store.files import SEAL, Progress
-from offload_decode.store.format import Manifest, fingerprint_version
+from offload_decode.store.format import Manifest, fingerprint_version, unplaced
 from offload_decode.store.layout import ROOT, header_of, read_header
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, STORE, locked, partial_path
@@ -64,6 +64,10 @@ class Place:
         """The manifest of the store that is there, or was begun, as JSON that nobody has looked at."""
         return read_header(self.path) or read_header(partial_path(self.path) / STORE)
 
+    def named(self, base: Path) -> str:
+        """What the store that goes here calls another one: its path, seen from the folder of this one."""
+        return os.path.relpath(os.path.realpath(base), os.path.realpath(self.path.parent))
+
     @contextmanager
     def opened(self) -> Iterator[Path]:
         """The path to write the store to."""
@@ -95,7 +99,7 @@ def same_store(found: Found, manifest: Manifest, documents: Sequence[Document], 
     # A release with the same format, the measured cost of an encoding, the length of the training and marks,
     # which earlier releases do not keep, make no other store; what opened the prompt is in the tokens.
     other: dict[str, Any] = dict.fromkeys(("software", "kv_error", "opening", "trained", "marks"))
-    ours, theirs = (vars(m) | other for m in (manifest, found.manifest))
+    ours, theirs = (vars(m) | other | {"base": unplaced(m.base)} for m in (manifest, found.manifest))
     others = [field for field in ours if ours[field] != theirs[field]]
     if found.documents is not None and not others and list(documents) != found.documents:
         others = ["list of documents"]
@@ -157,6 +161,10 @@ class InBucket(Place):
 
     def header(self) -> dict[str, Any] | None:
         return self._sent(Bucket(self.name)) or super().header()
+
+    def named(self, base: Path) -> str:
+        """Its last name: a path of this machine would lead nowhere."""
+        return os.path.basename(os.path.realpath(base))
 
     @contextmanager
     def opened(self) -> Iterator[Path]:

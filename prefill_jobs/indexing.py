@@ -27,6 +27,7 @@ from offload_decode.kv.indexes import (
     indexes_folder,
     kind_folder,
     kind_folders,
+    saved_kinds,
     staging_folder,
 )
 from offload_decode.store.files import Progress
@@ -100,33 +101,39 @@ def build_indexes(
     kept: list[Path] = []
     built = 0
     progress("index", 0, len(heads))
-    try:
-        with alone(indexes_folder(opened.path)):
-            for done, (layer, head) in enumerate(heads, start=1):
-                index = tuned(_saved(chosen, opened, folder, layer, head))
-                if index is not None:
-                    kept.append(index_path(folder, layer, head))
-                else:
-                    index = tuned(_saved(chosen, opened, staging, layer, head))
-                if index is None:
-                    keys, queries = opened.keys(layer, head), opened.queries(layer, head)
-                    digest = opened.digest(layer, head)
-                    index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
-                    index.summarize(opened.values(layer, head))
-                    index.save(index_path(staging, layer, head))
-                    built += 1
-                records.append(index.recall)
-                progress("index", done, len(heads))
-            if len(kept) < len(heads):
-                publish(staging, folder, kept)
+    with _surfaced(folder), alone(indexes_folder(opened.path)):
+        for done, (layer, head) in enumerate(heads, start=1):
+            index = tuned(_saved(chosen, opened, folder, layer, head))
+            if index is not None:
+                kept.append(index_path(folder, layer, head))
             else:
-                files.remove(staging)
-            _remove_old(folder)
+                index = tuned(_saved(chosen, opened, staging, layer, head))
+            if index is None:
+                keys, queries = opened.keys(layer, head), opened.queries(layer, head)
+                digest = opened.digest(layer, head)
+                index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
+                index.summarize(opened.values(layer, head))
+                index.save(index_path(staging, layer, head))
+                built += 1
+            records.append(index.recall)
+            progress("index", done, len(heads))
+        if len(kept) < len(heads):
+            publish(staging, folder, kept)
+        else:
+            files.remove(staging)
+        _remove_old(folder)
+    return _report(kind, folder, records, built, began)
+
+
+@contextmanager
+def _surfaced(folder: Path) -> Iterator[None]:
+    """Errors of the file system as `IndexNotWritten`."""
+    try:
+        yield
     except OSError as error:
         raise IndexNotWritten(
             f"{folder} cannot be written ({error.strerror}): mend this, and run the same command to go on."
         ) from error
-    return _report(kind, folder, records, built, began)
 
 
 def check_target(recall: float, k: int) -> None:
@@ -229,8 +236,7 @@ def extend_indexes(
     written.
     """
     reports, left = [], []
-    for folder in kind_folders(earlier.path):
-        kind = folder.name
+    for kind in saved_kinds(earlier):
         try:
             built = examine(earlier, kind)
             if built is not None and built.whole:
@@ -247,12 +253,12 @@ def extend_indexes(
 
 def publish_indexes(store: KVStore) -> None:
     """Publish the extended indexes of a store: every kind of which all staged indexes are of the store's
-    keys.
+    keys. Raises `StoreBusy` and `IndexNotWritten`.
     """
     folder = indexes_folder(store.path)
     if not folder.is_dir():
         return
-    with alone(folder):
+    with _surfaced(folder), alone(folder):
         for staging in sorted(folder.glob("*" + PARTIAL)):
             kind = staging.name.removesuffix(PARTIAL)
             if kind in registry.kinds() and _is_of(store, staging, kind):

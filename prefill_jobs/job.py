@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.common.errors import ConfigError, DoesNotFit
+from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit
 from offload_decode.common.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
 from offload_decode.hf.compat import device_room
 from offload_decode.hf.mla import tell_of_indexer
@@ -26,6 +25,7 @@ from offload_decode.prefill_jobs.continuing import (
     Tokens,
     check_length,
     check_model,
+    is_known,
     method_of,
     opened,
     prompt_of,
@@ -263,36 +263,45 @@ def prepare(
     """Tokenize documents, in the prompt of a store that is at `place` or was begun there: its template may
     have named another day. `opening`: that of an earlier store, where nothing is there yet. Raises
     `ConfigError` for settings that the model cannot be prefilled with, and `CorpusError` where the tokenizer
-    fails on all documents. Where the store begins as another, `StoreError` too.
+    fails on all documents. Where the store begins as another, `StoreError` too, and `CorpusError` where that
+    has a document of one's name with another text, or all of them; those that it has are skipped.
     """
+    base, behind = None, 0
     if settings.base:
         base = opened(settings.base)
         check_model(base, loaded)
         prompt, behind = prompt_of(base, loaded.prompt), base.manifest.n_tokens
-        planned = partial(_on, base, loaded, place.path)
+        planned = partial(_on, base, loaded, place)
     else:
-        prompt, behind = loaded.prompt, 0
+        prompt = loaded.prompt
         if settings.system is not None:
             prompt = with_system(loaded.tokenizer, prompt, settings.system)
         prompt = prompt.opened((place.header() or {"opening": opening}).get("opening"))
         planned = partial(_planned, loaded, settings, prompt)
     admit_text(sum(len(document.text) for document in texts))
+    known = tuple[Skipped, ...]()
     with Peak() as peak:
+        if base:
+            names = {text.name for text in texts if is_known(base, loaded.tokenizer, prompt, text)}
+            texts = [text for text in texts if text.name not in names]
+            known = tuple(Skipped(name, f"it is in {base.path} already") for name in sorted(names))
+        if base and not texts:
+            raise CorpusError(f"all of these documents are in {settings.base} already: give others")
         tokens, documents, failed = encode_corpus(loaded.tokenizer, prompt, texts, behind)
     give_back()
     check_some(failed, texts)
-    work = replace(planned(tokens, documents), skipped=skipped)
+    work = replace(planned(tokens, documents), skipped=skipped + known)
     return replace(work, failed=tuple(failed), notes=notes_on(texts), peak_memory=peak.bytes)
 
 
-def _on(base: KVStore, loaded: LoadedModel, path: Path, tokens: Tokens, documents: list[Document]) -> Work:
-    """The work of a store at `path` that begins as `base`."""
+def _on(base: KVStore, loaded: LoadedModel, place: Place, tokens: Tokens, documents: list[Document]) -> Work:
+    """The work of a store at `place` that begins as `base`, where that fills a chunk."""
     whole = np.concatenate([base.tokens, np.asarray(tokens, np.int32)])
     check_length(base, loaded, len(whole))
     start = start_of(base, whole)
-    where = os.path.relpath(os.path.realpath(base.path), os.path.realpath(path.parent))
-    named = {"store": where, "digest": base.store_digest, "tokens": start.kept}
-    manifest, listed = replace(start.manifest, base=named), [*base.documents, *documents]
+    named = {"store": place.named(base.path), "digest": base.store_digest, "tokens": start.kept}
+    manifest = replace(start.manifest, base=named if start.kept else None)
+    listed = [*base.documents, *documents]
     return Work(whole, listed, manifest, method_of(base), start=start)
 
 

@@ -64,6 +64,11 @@ def check(name: str, value: Any, wanted: Any) -> None:
             check(f"an entry of {name}", each, wanted[0])
 
 
+def unplaced(base: Any) -> Any:
+    """What of a `Manifest.base` makes another store: all but where that lies, which may move."""
+    return {**base, "store": None} if isinstance(base, dict) else base
+
+
 def check_names(name: str, value: Mapping[str, Any], wanted: Collection[str]) -> None:
     """`ValueError` unless an object has just these names."""
     if unknown := sorted({*value} - {*wanted}):

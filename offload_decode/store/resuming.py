@@ -14,7 +14,7 @@ from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.common.rows.encodings import decode
 from offload_decode.store import layout, staging
 from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, hash_files, open_regular, read_regular
-from offload_decode.store.format import Array, Manifest
+from offload_decode.store.format import Array, Manifest, unplaced
 from offload_decode.store.growth import Growth, base_digest
 from offload_decode.store.layout import ArraySpec, Samples, array_specs, samples_of
 from offload_decode.store.pages import fold_pages
@@ -135,6 +135,7 @@ def _others(partial: Path, manifest: Manifest, arrays: Mapping[str, Array]) -> l
         raise staging.damaged(partial, layout.ROOT)
     # The first is there already where publishing was interrupted; the others change no number but by tokens.
     wanted |= {name: staged.get(name) for name in ("kv_error", "opening", "trained")}
+    staged["base"], wanted["base"] = (unplaced(one.get("base")) for one in (staged, wanted))
     differ = {name for name in {*staged, *wanted} if staged.get(name) != wanted.get(name)}
     others = sorted({"text" if name in _OF_THE_TEXT else name for name in differ})
     changed = [

@@ -1,5 +1,6 @@
 """Stores that begin as another one: what they hold, what they share, and which are refused."""
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from offload_decode.common.errors import (
     ConfigError,
+    CorpusError,
     IndexDamaged,
     IndexNotWritten,
     StoreDamaged,
@@ -20,13 +22,22 @@ from offload_decode.common.errors import (
 )
 from offload_decode.indexes import arrays
 from offload_decode.indexes.clusters.index import ClusteredIndex
-from offload_decode.kv.indexes import heads_of, index_path, kind_folder, verify
+from offload_decode.kv.indexes import (
+    heads_of,
+    index_path,
+    indexes_folder,
+    kind_folder,
+    staging_folder,
+    verify,
+)
 from offload_decode.models.loading import LoadedModel
-from offload_decode.prefill_jobs import buckets
+from offload_decode.prefill_jobs import buckets, indexing
 from offload_decode.prefill_jobs.append import append_texts
 from offload_decode.prefill_jobs.corpus import TextDocument
-from offload_decode.prefill_jobs.indexing import build_indexes
-from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill_texts
+from offload_decode.prefill_jobs.destinations import Place, destination_of
+from offload_decode.prefill_jobs.folders import Skipped
+from offload_decode.prefill_jobs.indexing import alone, build_indexes
+from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prefill_texts, prepare, settled
 from offload_decode.prefill_jobs.renew import compared, renew_as
 from offload_decode.store import growth
 from offload_decode.store.reader import BASE, KVStore
@@ -39,6 +50,9 @@ from tests.prefill_jobs.test_append import CHAT, TEXTS, loaded, settings
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of tiny stores are shared to a page of memory, and not to 64 KiB."""
     monkeypatch.setattr("offload_decode.store.layout.ALIGNMENT", 4096)
+
+
+FURTHER = TEXTS[0]._replace(name="f.txt")
 
 
 def on(base: Path, model: LoadedModel, texts: Sequence[TextDocument], out: Path) -> PrefillReport:
@@ -94,20 +108,6 @@ def test_three_deep_each_is_one_prefill(tmp_path: Path, family: str, how: Settin
     assert (BASE in KVStore.open(tmp_path / "3.kv").cost()) == (how.chunk == 16)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
-def test_one_is_renewed_from_its_own_part_from_within_the_base_and_from_the_beginning(
-    tmp_path: Path, family: str
-) -> None:
-    model, texts = loaded(family), list(TEXTS)
-    prefill_texts(model, texts[:3], tmp_path / "base.kv", settings())
-    base, store = tree(tmp_path / "base.kv"), tmp_path / "s.kv"
-    on(tmp_path / "base.kv", model, texts[3:], store)
-    given = KVStore.open(store).manifest.base
-    assert given is not None
-    for number, changed, whole in ((4, "{} More.", True), (2, "{} More.", False), (0, "X{}", False)):
-        texts[number] = texts[number]._replace(text=changed.format(texts[number].text))
-        plan = compared(KVStore.open(store), model.tokenizer, model.prompt, texts)
-        renew_as(plan, model, store)
 def test_the_tree_tells_what_a_store_has_like_each_of_its_bases(tmp_path: Path) -> None:
     """A renewal within the base leaves less of that base, and no more of those which that begins as."""
     model, store = loaded("llama"), tmp_path / "3.kv"
@@ -126,6 +126,20 @@ def test_the_tree_tells_what_a_store_has_like_each_of_its_bases(tmp_path: Path) 
         assert np.array_equal(KVStore.open(store).tokens[: base.tokens], tokens)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
+def test_one_is_renewed_from_its_own_part_from_within_the_base_and_from_the_beginning(
+    tmp_path: Path, family: str
+) -> None:
+    model, texts = loaded(family), list(TEXTS)
+    prefill_texts(model, texts[:3], tmp_path / "base.kv", settings())
+    base, store = tree(tmp_path / "base.kv"), tmp_path / "s.kv"
+    on(tmp_path / "base.kv", model, texts[3:], store)
+    given = KVStore.open(store).manifest.base
+    assert given is not None
+    for number, changed, whole in ((4, "{} More.", True), (2, "{} More.", False), (0, "X{}", False)):
+        texts[number] = texts[number]._replace(text=changed.format(texts[number].text))
+        plan = compared(KVStore.open(store), model.tokenizer, model.prompt, texts)
+        renew_as(plan, model, store)
         prefill_texts(model, texts, tmp_path / f"{number}.kv", settings())
         assert numbers(store) == numbers(tmp_path / f"{number}.kv")
         renewed = KVStore.open(store)
@@ -202,8 +216,8 @@ def test_an_index_that_is_replaced_while_another_one_grows_from_it_is_not_linked
     with monkeypatch.context() as patched:
         patched.setattr(ClusteredIndex, "share", replaced)
         with pytest.raises(IndexNotWritten, match="has been replaced meanwhile"):
-            on(base, model, TEXTS[:1], tmp_path / "x.kv")
-    on(base, model, TEXTS[:1], tmp_path / "x.kv")
+            on(base, model, [FURTHER], tmp_path / "x.kv")
+    on(base, model, [FURTHER], tmp_path / "x.kv")
     assert not [*verify(KVStore.open(tmp_path / "x.kv"), "clusters", lambda stage, done, total: None)]
 
 
@@ -244,7 +258,7 @@ def test_keys_and_values_lie_on_disk_once(tmp_path: Path) -> None:
     model = loaded("llama")
     prefill_texts(model, TEXTS, tmp_path / "base.kv", settings())
     for name in "xyz":
-        report = on(tmp_path / "base.kv", model, [TEXTS[0]], tmp_path / f"{name}.kv")
+        report = on(tmp_path / "base.kv", model, [FURTHER], tmp_path / f"{name}.kv")
         assert report.shared > 0
     base = inodes(tmp_path / "base.kv")
     shared = [inodes(tmp_path / f"{name}.kv").keys() & base.keys() for name in "xyz"]
@@ -260,10 +274,10 @@ def test_without_hard_links_it_holds_copies(tmp_path: Path, monkeypatch: pytest.
     """As on another file system; the report says so."""
     model = loaded()
     prefill_texts(model, TEXTS, tmp_path / "base.kv", settings())
-    on(tmp_path / "base.kv", model, [TEXTS[0]], tmp_path / "linked.kv")
+    on(tmp_path / "base.kv", model, [FURTHER], tmp_path / "linked.kv")
     monkeypatch.setattr(growth, "link", lambda source, target: False)
     monkeypatch.setattr(growth, "_cloned", lambda *_: False)
-    report = on(tmp_path / "base.kv", model, [TEXTS[0]], tmp_path / "copied.kv")
+    report = on(tmp_path / "base.kv", model, [FURTHER], tmp_path / "copied.kv")
     assert report.shared == 0 < report.copied
     assert not inodes(tmp_path / "copied.kv").keys() & inodes(tmp_path / "base.kv").keys()
     assert numbers(tmp_path / "copied.kv") == numbers(tmp_path / "linked.kv")
@@ -405,3 +419,98 @@ def test_a_stopped_one_is_refused_when_its_base_has_changed(tmp_path: Path) -> N
     append_texts(model, TEXTS[3:4], base)
     with pytest.raises(StoreMismatch, match="begun with another base"):
         on(base, model, TEXTS[2:3], out)
+
+
+def test_a_base_that_moved_is_the_same_base(tmp_path: Path) -> None:
+    """For a store on it that was stopped, which says where it lies now, and for one that is there."""
+    model, base, out = loaded(), tmp_path / "base.kv", tmp_path / "x.kv"
+    prefill_texts(model, TEXTS[:2], base, settings())
+    stopped(base, model, out)
+    base = base.rename(tmp_path / "renamed.kv")
+    assert on(base, model, TEXTS[2:3], out).resumed_from
+    assert [(found.path, found.now) for found in bases_of(KVStore.open(out))] == [(str(base), AS_IT_WAS)]
+    (tmp_path / "bases").mkdir()
+    base = base.rename(tmp_path / "bases/base.kv")
+    place = Place(out)
+    assert settled(prepare(model, TEXTS[2:3], Settings(base=base), place), place)
+    append_texts(model, TEXTS[3:4], base)
+    with pytest.raises(StoreMismatch, match="of another"):
+        settled(prepare(model, TEXTS[2:3], Settings(base=base), place), place)
+
+
+def test_in_a_bucket_it_names_its_base_without_a_path_of_this_machine(tmp_path: Path) -> None:
+    """And it is kept wherever its staging folder and its base lie today."""
+    pytest.importorskip("obstore")
+    model, base = loaded(), tmp_path / "here/base.kv"
+    prefill_texts(model, TEXTS[:2], base, settings())
+    (tmp_path / "bucket").mkdir()
+    for staging, kept in (("one", False), ("another/place", True)):
+        place = destination_of(f"file://{tmp_path}/bucket/x.kv", tmp_path / staging)
+        work = prepare(model, TEXTS[2:3], Settings(base=base), place)
+        assert (work.manifest.base or {})["store"] == "base.kv"
+        assert (settled(work, place) is not None) == kept
+        if not kept:
+            make(model, work, place, lambda stage, done, total: None)
+
+
+def test_a_base_that_fills_no_chunk_is_not_named(tmp_path: Path) -> None:
+    """Nothing of it is taken over, and the store is that of one prefill."""
+    model = loaded()
+    prefill_texts(model, TEXTS[:2], tmp_path / "base.kv", settings(chunk=5000))
+    on(tmp_path / "base.kv", model, TEXTS[2:3], tmp_path / "x.kv")
+    prefill_texts(model, TEXTS[:3], tmp_path / "whole.kv", settings(chunk=5000))
+    assert tree(tmp_path / "x.kv") == tree(tmp_path / "whole.kv")
+    assert [*bases_of(KVStore.open(tmp_path / "x.kv"))] == []
+
+
+def test_documents_of_the_base_are_skipped_and_other_texts_of_their_names_refused(tmp_path: Path) -> None:
+    """As in an append."""
+    model, base, out = loaded(), tmp_path / "base.kv", tmp_path / "x.kv"
+    prefill_texts(model, TEXTS[:2], base, settings())
+    with pytest.raises(CorpusError, match=r"b\.txt is in .*base\.kv already, with another text"):
+        on(base, model, [TEXTS[1]._replace(text="Another."), TEXTS[2]], out)
+    with pytest.raises(CorpusError, match=r"all of these documents are in .*base\.kv already: give others"):
+        on(base, model, TEXTS[:2], out)
+    assert not out.exists()
+    report = on(base, model, TEXTS[1:3], out)
+    assert report.skipped == (Skipped("b.txt", f"it is in {base} already"),)
+    assert [one.name for one in KVStore.open(out).documents] == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_an_index_that_was_only_begun_is_named_and_one_that_is_unpublished_extended(tmp_path: Path) -> None:
+    model, base = loaded("llama"), tmp_path / "base.kv"
+    prefill_texts(model, TEXTS[:2], base, settings())
+    build_indexes(base, "flat")
+    built, staging = kind_folder(base, "flat"), staging_folder(base, "flat")
+    shutil.copytree(built, staging)
+    built.rename(built.with_name("flat.old"))  # a build was killed while it was published
+    assert [each.kind for each in on(base, model, TEXTS[2:3], tmp_path / "x.kv").indexes] == ["flat"]
+    built.rename(staging)
+    next(staging.glob("*.json")).unlink()
+    for report in (on(base, model, TEXTS[3:4], tmp_path / "y.kv"), append_texts(model, TEXTS[2:3], base)):
+        assert report.indexes == ()
+        (told,) = report.left
+        assert "the 'flat' index was not extended, because the 'flat' index of" in told
+        assert "is unfinished (5 of 6 heads)" in told
+
+
+def test_indexes_of_the_base_that_cannot_be_published_stop_no_store_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base may be another user's, or being indexed. Of an index of the store's own it is an error."""
+    model, base = loaded("llama"), tmp_path / "base.kv"
+    prefill_texts(model, TEXTS[:2], base, settings())
+    build_indexes(base, "flat")
+    kind_folder(base, "flat").rename(staging_folder(base, "flat"))
+    with alone(indexes_folder(base)):
+        assert "unfinished" in on(base, model, TEXTS[2:3], tmp_path / "x.kv").left[0]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(indexing, "publish", full)
+    assert "unfinished" in on(base, model, TEXTS[2:3], tmp_path / "y.kv").left[0]
+    with pytest.raises(
+        IndexNotWritten, match=r"base\.kv\.indexes cannot be written \(No space left on device\)"
+    ):
+        append_texts(model, TEXTS[3:4], base)
