@@ -1,5 +1,6 @@
 """A store renewed from its corpus as it is now: what comes before the first changed token stays."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -157,11 +158,9 @@ def compared(
     tokens, documents, failed = encode_corpus(tokenizer, prompt_of(earlier, prompt), texts)
     give_back()
     check_some(failed, texts)
-    before, now = (
-        {one.name: source[one.start : one.end] for one in listed}
-        for source, listed in ((earlier.tokens, earlier.documents), (tokens, documents))
-    )
-    gone = tuple(name for name in before if name not in now)
+    # A store may have several documents of one name.
+    before, now = (Counter(one.name for one in listed) for listed in (earlier.documents, documents))
+    gone = tuple((before - now).elements())
     unread = {one.name: one.reason for one in (*skipped, *failed) if one in failed or one.unread}
     for name in gone:
         for part in (name, *map(str, PurePosixPath(name).parents)):
@@ -172,13 +171,16 @@ def compared(
                 )
     ends = [base.tokens for base in bases_of(earlier)] if gone else []
     bases = [{one.name for one in earlier.documents if one.start < end} for end in ends]
-    if (2 * len(gone) > len(before) or any(base and base.issubset(gone) for base in bases)) and not drop:
+    there = before.total()
+    if (2 * len(gone) > there or any(base and base.issubset(gone) for base in bases)) and not drop:
         raise ConfigError(
-            f"{earlier.path} would lose {len(gone):,} of its {len(before):,} documents, such as {gone[0]}, "
+            f"{earlier.path} would lose {len(gone):,} of its {there:,} documents, such as {gone[0]}, "
             'which the corpus does not have: give all of the corpus, or --drop (over HTTP "drop": true)'
         )
-    added = tuple(name for name in now if name not in before)
-    changed = tuple(name for name in now if name in before and not np.array_equal(now[name], before[name]))
+    stored = {(one.name, earlier.tokens[one.start : one.end].tobytes()) for one in earlier.documents}
+    other = [one.name for one in documents if (one.name, tokens[one.start : one.end].tobytes()) not in stored]
+    added = tuple((now - before).elements())
+    changed = tuple(name for name in other if name in before)
     same = list(earlier.documents) == documents and np.array_equal(earlier.tokens, tokens)
     return Renewal(
         earlier=earlier,

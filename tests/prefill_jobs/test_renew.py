@@ -13,9 +13,9 @@ from offload_decode.engine.engine import Engine
 from offload_decode.kv.indexes import examine, staging_folder
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs import continuing, job
-from offload_decode.prefill_jobs.append import append_texts
+from offload_decode.prefill_jobs.append import append_texts, append_tokens
 from offload_decode.prefill_jobs.continuing import replaced
-from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.folders import Skipped
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill, prefill_texts, prefill_tokens
@@ -199,6 +199,19 @@ def test_what_has_changed_is_named(copied):
     texts = [TEXTS[1], *edited(2, 5, 0, "new")[2:4], TextDocument("g.txt", "new")]
     plan = planned(model, store, texts)
     assert (plan.added, plan.changed, plan.gone) == (("g.txt",), ("b.txt", "c.txt"), ("a.txt", "e.txt"))
+
+
+def test_documents_of_one_name_are_told_apart(copied):
+    """As an earlier state of --on made them."""
+    model, _, store = copied()
+    texts = [TextDocument(one.name, "Another text. " * 4) for one in TEXTS[4:]]
+    end = KVStore.open(store).manifest.n_tokens
+    tokens, (one,), _ = encode_corpus(model.tokenizer, model.prompt, texts, end)
+    append_tokens(model, tokens, [one], store)
+    plan = planned(model, store, TEXTS)
+    assert (plan.added, plan.changed, plan.gone) == ((), (), ("e.txt",))
+    plan = planned(model, store, [*TEXTS[:4], TEXTS[4]._replace(text="A third. ")])
+    assert (plan.added, plan.changed, plan.gone) == ((), ("e.txt",), ("e.txt",))
 
 
 def test_most_documents_are_dropped_only_on_demand_and_unread_ones_not_at_all(copied):
