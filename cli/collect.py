@@ -85,6 +85,11 @@ def collect(
     if report.copies:
         pairs = [f"{name} (of {first})" for name, first in report.copies]
         output.note(f"copies: {output.some(pairs)}; --together asks one document of the same bytes", quiet)
+    if report.lost:
+        pairs = [f"{name} ({kind})" for name, kind in report.lost]
+        output.note(
+            f"indexes of changed documents that `index` is to build again: {output.some(pairs)}", quiet
+        )
     if report.gone:
         output.note(f"dropped, because the folder no longer has them: {output.some(report.gone)}", quiet)
     output.note(f"{out}: {_summary(report)}", quiet)

@@ -19,7 +19,9 @@ from offload_decode.common.errors import (
     StoreDamaged,
     StoreError,
     StoreMismatch,
+    VectorIndexError,
 )
+from offload_decode.kv.indexes import kind_folders, saved_kinds
 from offload_decode.prefill_jobs.buckets.transfer import Watch
 from offload_decode.prefill_jobs.continuing import opened
 from offload_decode.prefill_jobs.corpus import Note, TextDocument, notes_on, nothing_in
@@ -27,6 +29,7 @@ from offload_decode.prefill_jobs.destinations import Place
 from offload_decode.prefill_jobs.documents.files import read_plain
 from offload_decode.prefill_jobs.documents.reading import read_document
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped, Walk, check_corpus, clean
+from offload_decode.prefill_jobs.indexing import publish_indexes
 from offload_decode.prefill_jobs.job import Maker, Settings, make, prepare, settled
 from offload_decode.store.layout import ROOT
 from offload_decode.store.reader import KVStore
@@ -43,7 +46,8 @@ class CollectReport:
     """What a run did: documents `made` (new or changed) and `kept`; names of those that are `gone` from the
     folder and were dropped; `failed` ones, which keep the store they had, if any; `skipped` files; `notes` on
     documents that were made; `copies`: names with that of the first document of the same bytes, one of which
-    --together asks. `documents` and `tokens` are those of the whole collection now; `unknown`: names in the
+    --together asks; `lost`: changed documents with a kind of index that their earlier store had, and the new
+    one has not. `documents` and `tokens` are those of the whole collection now; `unknown`: names in the
     metadata that the folder does not have; `prefilled` tokens and `seconds` are of this run.
     """
 
@@ -55,6 +59,7 @@ class CollectReport:
     notes: list[Note] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     copies: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
     documents: int = 0
     tokens: int = 0
     prefilled: int = 0
@@ -181,8 +186,11 @@ class _Collecting:
             self._put(entry)
         except StoreMismatch:  # of the collection as a whole
             raise
-        except (CorpusError, StoreError, DoesNotFit) as error:
-            self.report.failed.append(Skipped(name, str(error)))
+        except (CorpusError, StoreError, DoesNotFit, VectorIndexError) as error:
+            reason = str(error)
+            if "no text" in reason and name in self.changing.journal.entries:
+                reason += ": its earlier text stays; delete the file, or leave it out (--exclude)"
+            self.report.failed.append(Skipped(name, reason))
         except OSError as error:
             self.report.failed.append(Skipped(name, error.strerror or str(error)))
 
@@ -216,7 +224,15 @@ class _Collecting:
                     raise
                 report = make(loaded, work, place, shown)  # without what is damaged
             self.report.prefilled += report.n_tokens - report.resumed_from
+        if earlier:
+            self._tell_lost(document.name, earlier, place.path)
         return Entry(document.name, sha256, name, report.n_tokens, {})
+
+    def _tell_lost(self, name: str, earlier: KVStore, path: Path) -> None:
+        """Note the kinds of index that the earlier store of a document has, and the new one at `path` not."""
+        publish_indexes(KVStore.open(path))  # a kill may have left them unpublished
+        built = [folder.name for folder in kind_folders(path)]
+        self.report.lost += [(name, kind) for kind in saved_kinds(earlier) if kind not in built]
 
     def _earlier(self, name: str, path: Path) -> KVStore | None:
         """The store of what the document was before, if it can be continued. What was begun at `path` without

@@ -286,7 +286,7 @@ def write_store(
     whole: bool = False,
 ) -> WriteReport:
     """Prefill `tokens` and publish the `store`: behind a `start`, where there is one, and with the indexes of
-    that store, where it `stays` or gives its place to the new one. An interrupted run is resumed by the same
+    that store, which `stays` or is over then. An interrupted run is resumed by the same
     call, which users know as `command`; one for other documents is discarded where `Growth.supersedes` it.
 
     Raises `StoreError` and `VectorIndexError`.
@@ -301,7 +301,7 @@ def write_store(
         resumed_from = writer.done
         prefill_chunks(loaded, writer, tokens, method, progress)
         replaces = growth is not None and growth.replaces(store)
-        if start and (stays or replaces):
+        if start:
             earlier, new = start.earlier, KVStore.open(writer.seal())
             # A kill may have left those of the earlier store unpublished. Where it stays others may be at it.
             with nullcontext() if replaces else suppress(StoreBusy, IndexNotWritten):

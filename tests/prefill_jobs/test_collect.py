@@ -26,9 +26,11 @@ from offload_decode.common.errors import (
     StoreMismatch,
     StoreNotFound,
 )
+from offload_decode.kv.indexes import examine
 from offload_decode.prefill_jobs.buckets import collections
 from offload_decode.prefill_jobs.collect import CollectReport, collect
 from offload_decode.prefill_jobs.folders import Rules
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Maker, Settings, prefill, prepare
 from offload_decode.store.reader import KVStore
 from tests.prefill_jobs.killing import tree
@@ -158,6 +160,35 @@ def test_what_was_begun_without_a_damaged_earlier_store_goes_on(maker, texts, ou
         assert done[0] == first
     prefill(str(texts / "a.txt"), model=maker.model, out=tmp_path / "whole.kv", settings=SETTINGS)
     assert tree(held(out)["a.txt"]) == tree(tmp_path / "whole.kv")
+
+
+def test_a_changed_document_keeps_its_index_or_is_told_of(maker, texts, out):
+    """What has grown, or changed late, has it; what has changed from its beginning is to be indexed again."""
+    (texts / "a.txt").write_text(text := "alpha " * 40)
+    collect(str(texts), out, maker)
+
+    def store() -> Path:
+        collection = Collection(out)
+        return next(collection.store(entry) for entry in collection.entries if entry.name == "a.txt")
+
+    for change, lost in ((text + "omega", []), ("omega " + text, [("a.txt", "flat")])):
+        build_indexes(store(), "flat")
+        (texts / "a.txt").write_text(change)
+        report = collect(str(texts), out, maker)
+        assert (report.made, report.lost) == (1, lost)
+        built = examine(KVStore.open(store()), "flat")
+        assert (built is not None and built.whole) == (not lost)
+
+
+def test_an_emptied_document_keeps_its_earlier_text_which_is_told(maker, texts, out, collected):
+    (texts / "a.txt").write_text("")
+    (texts / "new.txt").write_text("")
+    told = {one.name: one.reason for one in collect(str(texts), out, maker).failed}
+    assert told == {
+        "a.txt": "it holds no text: its earlier text stays; delete the file, or leave it out (--exclude)",
+        "new.txt": "it holds no text",
+    }
+    assert set(held(out)) == {"a.txt", "sub/b.txt"}
 
 
 def test_a_store_that_was_removed_is_made_again(maker, texts, out, collected):
