@@ -380,7 +380,7 @@ def test_bytes_of_a_base_that_change_meanwhile_are_never_published(
     model, out = loaded("llama"), tmp_path / "x.kv"
     prefill_texts(model, TEXTS, tmp_path / "base.kv", settings())
     if appended:
-        on(tmp_path / "base.kv", model, TEXTS[:1], out)
+        on(tmp_path / "base.kv", model, [TEXTS[0]._replace(name="g.txt")], out)
     earlier = KVStore.open(out if appended else tmp_path / "base.kv")
     seam, file = earlier.manifest.seam or 0, tmp_path / "x.kv.partial/store/layers/000/keys/base.0.0"
     stops = [] if running else [KeyboardInterrupt]
@@ -396,11 +396,13 @@ def test_bytes_of_a_base_that_change_meanwhile_are_never_published(
                 raise stops.pop()
             harm()
 
+    more = [TEXTS[1]._replace(name="f.txt")]
+
     def go_on() -> None:
         if appended:
-            append_texts(model, [TEXTS[1]._replace(name="f.txt")], out, progress=meanwhile)
+            append_texts(model, more, out, progress=meanwhile)
         else:
-            prefill_texts(model, TEXTS[1:2], out, Settings(base=earlier.path), progress=meanwhile)
+            prefill_texts(model, more, out, Settings(base=earlier.path), progress=meanwhile)
 
     if not running:
         with pytest.raises(KeyboardInterrupt):
