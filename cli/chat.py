@@ -31,8 +31,8 @@ from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.collections.together import Talk
+    from offload_decode.engine.conversation import Sampler
     from offload_decode.engine.engine import Engine
-    from offload_decode.engine.sampling import Sampler
 
 HELP = """\
 /help        show this

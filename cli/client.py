@@ -19,7 +19,7 @@ from offload_decode.common.errors import ConfigError, OffloadDecodeError
 if TYPE_CHECKING:
     from openai import APIStatusError
 
-    from offload_decode.engine.sampling import Sampler
+    from offload_decode.engine.conversation import Sampler
     from offload_decode.types import CitedDocument
 
 KEY = "OFFLOAD_DECODE_API_KEY"
@@ -68,7 +68,7 @@ class AnswerOptions:
 
     @property
     def sampler(self) -> Sampler:
-        from offload_decode.engine.sampling import Sampler
+        from offload_decode.engine.conversation import Sampler
 
         return Sampler(self.temperature, self.top_p, self.seed)
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry
+from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.joint import Dissent, Joint
 from offload_decode.engine.reading import Reading
-from offload_decode.engine.sampling import Sampler
 from offload_decode.engine.text import Pieces
 from offload_decode.store.format import Manifest
 from offload_decode.types import Answer

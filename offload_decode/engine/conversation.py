@@ -1,4 +1,6 @@
-"""A conversation behind a stored prefix: tokens are run, generated, taken back, and branched from."""
+"""A conversation behind a stored prefix: tokens are run, generated, taken back, and branched from; how the
+next one is picked.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -27,9 +29,8 @@ from offload_decode.engine.citations import (
     template_length,
 )
 from offload_decode.engine.grounded import Evidence, Record, weights_of
-from offload_decode.engine.sampling import Sampler
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.engine.text import AnswerEnd, Pieces, decode
+from offload_decode.engine.text import Pieces, decode
 from offload_decode.hf.cache import CorpusCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.hf.user_cache import cached
@@ -481,3 +482,87 @@ def _ids(tokens: Sequence[int] | Tensor) -> list[int]:
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise ConfigError(f"tokens must be whole numbers, the ids of tokens, and not {given.dtype}")
     return [int(token) for token in given.tolist()]
+
+
+_FEW = 1024
+
+
+@dataclass
+class Sampler:
+    """Greedy at `temperature` 0, else nucleus sampling (`top_p`) from a generator seeded with `seed`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    _generator: torch.Generator | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
+            raise ConfigError("temperature must be 0 or more and finite, and top_p above 0 and at most 1")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed {self.seed} is out of range: it must be 0 or more and fit in 64 bits")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """`logits [B, V]` to token ids `[B]`."""
+        if self.temperature == 0:
+            if logits.device.type == "cpu" and logits.dtype == torch.float32:
+                # numpy's loop takes a twentieth of torch's time.
+                return torch.from_numpy(logits.detach().numpy().argmax(-1))
+            return logits.argmax(-1)
+        if self._generator is None:
+            self._generator = torch.Generator(logits.device).manual_seed(self.seed)
+        # In float64 and from the largest down, so that no temperature is too low.
+        scaled = (logits.double() - logits.amax(-1, keepdim=True)) / self.temperature
+        weights, tokens = torch.softmax(scaled, -1).float(), None
+        if self.top_p < 1:
+            weights, tokens = _nucleus(weights, self.top_p)
+        so_far = weights.cumsum(-1, dtype=torch.float64)
+        total = so_far[:, -1:]
+        drawn = torch.rand(total.shape, dtype=total.dtype, device=total.device, generator=self._generator)
+        # A product may be rounded up to the total, behind which there is no token.
+        drawn = torch.minimum(drawn * total, torch.nextafter(total, torch.zeros_like(total)))
+        picked = torch.searchsorted(so_far, drawn, right=True)
+        return (picked if tokens is None else tokens.gather(-1, picked)).squeeze(-1)
+
+
+def _nucleus(weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The fewest largest of `weights [B, V]` that hold this share: `[B, K]`, others 0, and their places."""
+    best, places = weights.topk(min(_FEW, weights.shape[-1]), -1)
+    if bool((best.sum(-1) < share).any()):  # to sort all takes ten times as long
+        best, places = weights.sort(-1, descending=True)
+    # A token stays if the ones before it do not fill the nucleus yet; the first always stays.
+    before = best.cumsum(-1, dtype=torch.float64) - best
+    return torch.where(before < share, best, 0.0), places
+
+
+class AnswerEnd:
+    """Tokens of an answer, up to where the model writes the prompt's next `turn` itself, as base models do.
+
+    Tokens that may begin the turn are held back, and `dropped` (so many) once it is `reached`. `turn` is
+    empty where a chat template marks turns with special tokens: then nothing is held back.
+    """
+
+    def __init__(self, tokenizer: Any, turn: str):
+        self._tokenizer, self._turn = tokenizer, turn
+        self._held: list[int] = []
+        self.reached, self.dropped = False, 0
+
+    def push(self, token: int) -> list[int]:
+        """The tokens that one more shows to belong to the answer."""
+        if not self._turn:
+            return [token]
+        self._held.append(token)
+        text = decode(self._tokenizer, self._held)
+        if self._turn in text:
+            self.reached = True
+            # A full stop and the line break behind it may be one token.
+            last = 1 if decode(self._tokenizer, self._held[:1]).strip() else 0
+            kept, self.dropped, self._held = self._held[:last], len(self._held) - last, []
+            return kept
+        begins = any(text.endswith(self._turn[:size]) for size in range(1, len(self._turn)))
+        return [] if begins else self.rest()
+
+    def rest(self) -> list[int]:
+        """The tokens held back, when no more come."""
+        rest, self._held = self._held, []
+        return rest

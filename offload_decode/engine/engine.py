@@ -14,9 +14,8 @@ import torch
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig
 from offload_decode.engine.batching import answer_batch
-from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.crossover import decide
-from offload_decode.engine.sampling import Sampler
 from offload_decode.engine.second_pass import checked
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import CorpusCache

@@ -18,11 +18,10 @@ from torch import Tensor
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.citations import LEAST, Watch
-from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import without_corpus
 from offload_decode.engine.grounded import Evidence
 from offload_decode.engine.opinion_pools import WAYS
-from offload_decode.engine.sampling import Sampler
 from offload_decode.engine.text import Pieces
 from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.types import Answer, CitedDocument, StepStats

@@ -6,9 +6,8 @@ Unlike joined distributions it can bring together what stands in different docum
 
 from collections.abc import Iterator, Sequence
 
-from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.joint import Joint, behind_text
-from offload_decode.engine.sampling import Sampler
 from offload_decode.types import CitedDocument, StepStats
 
 DRAFT_TOKENS = 16

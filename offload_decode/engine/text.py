@@ -1,4 +1,4 @@
-"""Generated tokens as text, in pieces of whole characters as they come, up to the end of an answer."""
+"""Generated tokens as text, in pieces of whole characters as they come."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,36 +46,3 @@ class Pieces:
     @property
     def _written(self) -> str:
         return decode(self._tokenizer, self._tokens)
-
-
-class AnswerEnd:
-    """Tokens of an answer, up to where the model writes the prompt's next `turn` itself, as base models do.
-
-    Tokens that may begin the turn are held back, and `dropped` (so many) once it is `reached`. `turn` is
-    empty where a chat template marks turns with special tokens: then nothing is held back.
-    """
-
-    def __init__(self, tokenizer: Any, turn: str):
-        self._tokenizer, self._turn = tokenizer, turn
-        self._held: list[int] = []
-        self.reached, self.dropped = False, 0
-
-    def push(self, token: int) -> list[int]:
-        """The tokens that one more shows to belong to the answer."""
-        if not self._turn:
-            return [token]
-        self._held.append(token)
-        text = decode(self._tokenizer, self._held)
-        if self._turn in text:
-            self.reached = True
-            # A full stop and the line break behind it may be one token.
-            last = 1 if decode(self._tokenizer, self._held[:1]).strip() else 0
-            kept, self.dropped, self._held = self._held[:last], len(self._held) - last, []
-            return kept
-        begins = any(text.endswith(self._turn[:size]) for size in range(1, len(self._turn)))
-        return [] if begins else self.rest()
-
-    def rest(self) -> list[int]:
-        """The tokens held back, when no more come."""
-        rest, self._held = self._held, []
-        return rest

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload_decode.engine.sampling import Sampler
+from offload_decode.engine.conversation import Sampler
 from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.server.grammar import check_grammar, grammar_of
 from offload_decode.server.requests import Generation, Scored, WrongField

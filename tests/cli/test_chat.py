@@ -14,7 +14,7 @@ import pytest
 from offload_decode import Engine
 from offload_decode.cli import chat
 from offload_decode.cli.chat import Transcript
-from offload_decode.engine.sampling import Sampler
+from offload_decode.engine.conversation import Sampler
 from tests.cli.conftest import PROGRAM, Ran, done, refused, run
 
 TURNS = ["one", "two", "three"]

@@ -13,10 +13,10 @@ from offload_decode.cli.together import Together, TogetherChoice
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.together import weights
 from offload_decode.engine import joint
+from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.reading import Reading
-from offload_decode.engine.sampling import Sampler
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.prefill_jobs.joined import joined_store

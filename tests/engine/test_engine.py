@@ -9,8 +9,8 @@ import torch
 
 from offload_decode.common.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
 from offload_decode.engine import step as prefix
+from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.sampling import Sampler
 from offload_decode.hf.compat import pick_device, with_cache
 from offload_decode.models.loading import load, wrap
 from tests.tiny import let_models_write, saved_model, text_model, text_store, tiny_model, tiny_tokenizer

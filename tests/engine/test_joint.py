@@ -8,13 +8,12 @@ import torch
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine import grounded, joint
 from offload_decode.engine import reading as reading_module
-from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.conversation import Conversation, Sampler
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.grounded import Weights, kind_of
 from offload_decode.engine.joint import Joint
 from offload_decode.engine.opinion_pools import BETA, GAMMA, WAYS
 from offload_decode.engine.reading import Reading, text_of
-from offload_decode.engine.sampling import Sampler
 from offload_decode.types import CitedDocument, CitedSpan
 from tests.card import stand_in
 from tests.tiny import let_models_write, random_ids, served_model, token_store

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offload_decode.engine.batching import Turn, run_turns
+from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.sampling import Sampler
 from offload_decode.hf import attention, cuda_graphs
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest, registry

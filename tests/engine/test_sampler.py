@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine import sampling
-from offload_decode.engine.sampling import Sampler
+from offload_decode.engine import conversation
+from offload_decode.engine.conversation import Sampler
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.9999], [30.0, -3e4, 29.0]])
 
@@ -39,7 +39,7 @@ def test_sampling_that_makes_no_sense_is_refused(settings):
 @pytest.mark.parametrize("few", [1, 2, 1024])
 @pytest.mark.parametrize("top_p", [0.05, 0.6, 0.86, 1.0])
 def test_tokens_come_as_often_as_the_nucleus_weighs_them(top_p, few, monkeypatch):
-    monkeypatch.setattr(sampling, "_FEW", few)
+    monkeypatch.setattr(conversation, "_FEW", few)
     weights = torch.tensor([0.1, 0.5, 0.05, 0.35])
     kept = {0.05: [1], 0.6: [1, 3], 0.86: [1, 3, 0], 1.0: [0, 1, 2, 3]}[top_p]
     expected = torch.zeros(4)

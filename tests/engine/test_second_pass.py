@@ -5,9 +5,9 @@ import torch
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine import second_pass
+from offload_decode.engine.conversation import Sampler
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.grounded import Record
-from offload_decode.engine.sampling import Sampler
 from offload_decode.engine.second_pass import checked
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.types import Checked
