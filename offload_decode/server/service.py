@@ -122,9 +122,7 @@ class Service:
         asked = self._matched(asked)
         named = asked.together if isinstance(asked.together, tuple) else ()
         with self.releases.asking(asked.model, *named):
-            turns = read_messages(asked.messages)
-            # A chat may begin with what came of a call, and ask nothing.
-            questions = [one.text for one in turns if one.role == "user"] or [""]
+            questions = _questions(asked)
             joining = self.together.joining(asked, questions[0], questions[-1])
             for one in () if joining is None else joining.targets:
                 self.jobs.kept.use(one.entry)
@@ -160,8 +158,7 @@ class Service:
             return [self.catalog.entry(name).tokens for name in together]
         if not entry.collection:
             return [entry.tokens]
-        questions = [one.text for one in read_messages(asked.messages) if one.role == "user"] or [""]
-        _, found = self.together.documents(entry, together, asked.join or "mixture", questions[0])
+        _, found = self.together.documents(entry, together, asked.join or "mixture", _questions(asked)[0])
         return [document.tokens for document in found]
 
     def complete(self, asked: CompletionRequest, emit: Emit) -> Ticket:
@@ -351,6 +348,11 @@ class Service:
     def _close(self, name: str) -> None:
         self.loaded_models.forget(name)
         self.prefix_cache.drop(model=name)
+
+
+def _questions(asked: ChatRequest) -> list[str]:
+    """What a chat's user says; it may begin with what came of a call, and ask nothing."""
+    return [one.text for one in read_messages(asked.messages) if one.role == "user"] or [""]
 
 
 def _letters(parts: Sequence[Mapping[str, Any]]) -> int:
