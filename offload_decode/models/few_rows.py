@@ -26,7 +26,7 @@ from offload_decode.hf.compat import cache_in
 
 FEW_ROWS = {"avx512": 64, "vnni": 32}.get(FORM, 16)
 """Rows of a pass that are multiplied in the blocks; more are multiplied by unpacked tiles, which takes as
-long for 128 rows (Qwen2.5 0.5B, AVX-512). Fewer than that, as their inputs are rounded.
+long for 512 rows (AVX-512). Far fewer than that, as their inputs are rounded.
 """
 PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
@@ -49,7 +49,8 @@ def _norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
             out[r, d] = x[r, d] * by * weight[d]
 
 
-@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+# To look for a division by zero would keep compilers from doing sixteen at a time.
+@njit(nogil=True, cache=True, fastmath=_REASSOCIATE, error_model="numpy")
 def _activate(gate: Any, up: Any, kind: int, out: Any) -> None:
     """`silu(gate) * up`, or of GELU's approximation by tanh (arXiv 1606.08415)."""
     one, two, half = np.float32(1), np.float32(2), np.float32(0.5)
@@ -107,7 +108,7 @@ def _before(
                 _norm(own[r], head_norms[part], eps, own[r])
         if part < 2:
             _rotate(own, cos, sin)
-        start += padded(len(x)) * width
+        start += padded(len(x), table) * width
         first += width
 
 
@@ -134,7 +135,7 @@ def _after(
     _norm(summed, norms[1], eps, normed)
     both = products(team, normed, tables[1])
     inner = tables[1][0, 2]
-    up = both[padded(count) * inner :]
+    up = both[padded(count, tables[1]) * inner :]
     active = np.empty((count, inner), np.float32)
     for r in range(count):
         own = slice(r * inner, (r + 1) * inner)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from offload_decode.common.errors import ModelError
@@ -95,6 +96,19 @@ def chosen(builder: Any, vector: Any, lanes: list[int], other: Any = None) -> An
     return builder.shuffle_vector(
         vector, ir.Constant(vector.type, ir.Undefined) if other is None else other, mask
     )
+
+
+def variable(builder: Any, kind: Any) -> Any:
+    """Zeros to add to, in a register; set where it stands, as it may stand in a loop."""
+    total = cgutils.alloca_once(builder, kind)
+    builder.store(same(kind, 0.0), total)
+    return total
+
+
+def called(builder: Any, name: str, kind: Any, *given: Any) -> Any:
+    """An instruction by LLVM's name: a value of this kind from others."""
+    form = ir.FunctionType(kind, [value.type for value in given])
+    return builder.call(builder.module.declare_intrinsic(name, (), form), given)
 
 
 def _halves(builder: Any, bases: list[Any], offset: int) -> Any:

@@ -38,12 +38,15 @@ from offload_decode.common.rows.ggml_blocks import (
     Blocks,
     Format,
     at,
+    called,
     checked,
     chosen,
     load,
     pointers,
     same,
+    variable,
 )
+from offload_decode.common.rows.ggml_lanes import ROWS, WORDS, has, loop, turned
 from offload_decode.common.rows.loops import prefetch
 from offload_decode.common.rows.team import cells, fork
 from offload_decode.common.rows.threads import THREADS
@@ -84,20 +87,22 @@ def _quantize(x: Any, codes: Any, scales: Any, sums: Any, halves: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def padded(count: int) -> int:
-    """Rows of activations that loops take for so many."""
+def padded(count: int, table: Any) -> Any:
+    """Rows of activations that the loops of a `Matrices.table` take for so many."""
+    lanes = table[0, 6]
+    if 0 < lanes < 2 * count:
+        return -(-count // lanes) * lanes
     return count if count % TOGETHER < 2 else -(-count // TOGETHER) * TOGETHER
 
 
 @njit(nogil=True, cache=True)
-def quantized(x: Any) -> Any:
-    """Activations `x [M, K]` float32 as signed bytes, with zeros behind up to R rows, `padded(M)`.
+def quantized(x: Any, rows: int) -> Any:
+    """Activations `x [M, K]` float32 as signed bytes, with zeros behind up to R rows.
 
     Codes int8 `[R, K]` of -127 to 127, scales float32 `[R, K / 32]`, and what 32 and 16 codes times their
     scale add up to: sums float32 `[R, K / 32]` and halves float32 `[R, K / 16]`.
     """
-    count, width = x.shape
-    rows = padded(count)
+    width = x.shape[1]
     codes = np.zeros((rows, width), np.int8)
     scales = np.zeros((rows, width // PART), np.float32)
     sums, halves = np.zeros_like(scales), np.zeros((rows, 2 * width // PART), np.float32)
@@ -105,19 +110,13 @@ def quantized(x: Any) -> Any:
     return codes, scales, sums, halves
 
 
-def _called(builder: Any, name: str, kind: Any, *given: Any) -> Any:
-    """An instruction by LLVM's name: a value of this kind from others."""
-    form = ir.FunctionType(kind, [value.type for value in given])
-    return builder.call(builder.module.declare_intrinsic(name, (), form), given)
-
-
 def _unsigned(builder: Any, codes: Any, by: Any) -> tuple[Any, Any]:
     """Codes without their signs, and activations times these. 128, of -128, is right as an unsigned byte."""
     kind = codes.type
     name = f"llvm.abs.v{kind.count}i8"
-    magnitude = _called(builder, name, kind, codes, ir.Constant(ir.IntType(1), 0))
+    magnitude = called(builder, name, kind, codes, ir.Constant(ir.IntType(1), 0))
     if kind == CODES:
-        return magnitude, _called(builder, "llvm.x86.avx2.psign.b", kind, by, codes)
+        return magnitude, called(builder, "llvm.x86.avx2.psign.b", kind, by, codes)
     negative = builder.icmp_signed("<", codes, same(kind, 0))
     return magnitude, builder.select(negative, builder.neg(by), by)
 
@@ -128,7 +127,7 @@ def _with_avx512(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
         codes, by = _unsigned(builder, codes, by)
     ints = ir.VectorType(INT, wide // 32)
     codes, by = (builder.bitcast(value, ints) for value in (codes, by))
-    return _called(builder, f"llvm.x86.avx512.vpdpbusd.{wide}", ints, same(ints, 0), codes, by)
+    return called(builder, f"llvm.x86.avx512.vpdpbusd.{wide}", ints, same(ints, 0), codes, by)
 
 
 def _with_avx2(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
@@ -136,8 +135,8 @@ def _with_avx2(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
     if signed:
         codes, by = _unsigned(builder, codes, by)
     shorts = ir.VectorType(SHORT, 16)
-    pairs = _called(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, codes, by)
-    return _called(builder, "llvm.x86.avx2.pmadd.wd", INTS, pairs, same(shorts, 1))
+    pairs = called(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, codes, by)
+    return called(builder, "llvm.x86.avx2.pmadd.wd", INTS, pairs, same(shorts, 1))
 
 
 def _with_vectors(builder: Any, codes: Any, by: Any, signed: bool) -> Any:
@@ -250,8 +249,8 @@ def _totals(
     # A sum waits for its last addition, so one row of activations has two that take parts in turns.
     turns = 2 if len(activations) == 1 else 1
     floats = ir.VectorType(FLOAT, 2 * LANES)
-    products = [[_variable(builder, floats) for _ in range(turns)] for _ in activations]
-    added = [_variable(builder, lows) for _ in activations]
+    products = [[variable(builder, floats) for _ in range(turns)] for _ in activations]
+    added = [variable(builder, lows) for _ in activations]
 
     def more(total: Any, a: Any, b: Any) -> None:
         product = builder.fmul(a, b, flags=("contract",))
@@ -299,13 +298,6 @@ def _totals(
     return sums
 
 
-def _variable(builder: Any, kind: Any) -> Any:
-    """Zeros to add to, in a register; set where it stands, as it may stand in a loop."""
-    total = cgutils.alloca_once(builder, kind)
-    builder.store(same(kind, 0.0), total)
-    return total
-
-
 def _added(builder: Any, vector: Any) -> Any:
     while vector.type.count > 1:
         half = vector.type.count // 2
@@ -349,21 +341,32 @@ _WORDS = 11
 @njit(nogil=True, cache=True)
 def products(team: Any, x: Any, table: Any) -> Any:
     """Activations `x [M, K]` float32, of at least one row, times all matrices of a `Matrices.table`: flat,
-    `[R, rows]` of one behind the other, where R is `padded(M)`.
+    `[R, rows]` of one behind the other, where R is `padded(M, table)`.
     """
-    codes, scales, sums, halves = quantized(x)
+    held, lanes = padded(len(x), table), table[0, 6]
+    codes, scales, sums, halves = quantized(x, held)
     total, start = 0, 0
     for matrix in range(len(table)):
-        total += len(codes) * table[matrix, 2]
-    out = np.empty(total, np.float32)
+        total += held * table[matrix, 2]
+    out, words = np.empty(total, np.float32), np.empty(max(_WORDS, WORDS), np.int64)
+    many = 0 < lanes < 2 * len(x)
+    if many:
+        by_lanes = turned(codes, scales, sums, halves, lanes)
     for matrix in range(len(table)):
-        loop, tasks, rows, length, bounds, blocks = table[matrix]
-        own = out[start : start + len(codes) * rows]
-        words = np.empty(_WORDS, np.int64)
-        words[0], words[1], words[2], words[3] = rows, length, codes.shape[0], codes.shape[1]
-        words[4], words[5], words[6], words[7] = bounds, blocks, codes.ctypes.data, scales.ctypes.data
-        words[8], words[9], words[10] = sums.ctypes.data, halves.ctypes.data, own.ctypes.data
-        fork(team, loop, words.ctypes.data, tasks)
+        loop, tasks, rows, length, bounds, blocks, _, loop_of_many = table[matrix]
+        own = out[start : start + held * rows]
+        words[0], words[1], words[2], words[3] = rows, length, held, x.shape[1]
+        words[4], words[5] = bounds, blocks
+        if many:
+            words[2] = held // lanes
+            words[6], words[7] = by_lanes.codes.ctypes.data, by_lanes.offsets.ctypes.data
+            words[8], words[9] = by_lanes.scales.ctypes.data, by_lanes.sums.ctypes.data
+            words[10], words[11] = by_lanes.halves.ctypes.data, own.ctypes.data
+            fork(team, loop_of_many, words.ctypes.data, tasks)
+        else:
+            words[6], words[7] = codes.ctypes.data, scales.ctypes.data
+            words[8], words[9], words[10] = sums.ctypes.data, halves.ctypes.data, own.ctypes.data
+            fork(team, loop, words.ctypes.data, tasks)
         start += len(own)
     return out
 
@@ -395,9 +398,18 @@ class Matrices:
         (self.width,) = widths
         self.rows = [len(blocks) for blocks in self.blocks]
         self._bounds = [_bounds(len(own), _TASK // own.shape[1]) for own in self.blocks]
+        lanes = ROWS[FORM] if all(has(kind, FORM) for kind in kinds) else 0
         self.table = np.array(
             [
-                (_loop(kind, FORM), len(bounds) - 1, *own.shape, bounds.ctypes.data, own.ctypes.data)
+                (
+                    _loop(kind, FORM),
+                    len(bounds) - 1,
+                    *own.shape,
+                    bounds.ctypes.data,
+                    own.ctypes.data,
+                    lanes,
+                    loop(kind, FORM) if lanes else 0,
+                )
                 for own, kind, bounds in zip(self.blocks, kinds, self._bounds, strict=True)
             ]
         )
@@ -415,7 +427,7 @@ class Matrices:
                 f"not {x.dtype} of shape {list(x.shape)}."
             )
         flat = products(cells(), x, self.table)
-        held, found, start = padded(len(x)), [], 0
+        held, found, start = padded(len(x), self.table), [], 0
         for rows in self.rows:
             found.append(flat[start : start + held * rows].reshape(held, rows)[: len(x)])
             start += held * rows
