@@ -125,14 +125,12 @@ def _ask_together(together: Together, question: _Question) -> None:
             output.answer_json(told | talk.fields() | {"stats": asdict(cost)})
         else:
             if wanted.cite:
-                said = output.if_grounded(given.text, given.grounded, wanted.least)
-                show([said])
+                show([output.if_grounded(given.text, given.grounded, wanted.least)])
             tell_grounded(talk.joint.grounded)
             tell_cut(talk.joint.finish, wanted.max_new_tokens, talk.joint.most_new(1))
             tell_notes(talk.notes())
             if wanted.cite:
-                carried = talk.carried() if said == given.text else ""  # these are the answer's own words
-                output.note("\n".join(filter(None, (carried, cited_text(given.citations or ())))))
+                output.note("\n".join(filter(None, (talk.carried(), cited_text(given.citations or ())))))
         if question.stats:
             output.note(describe(cost, talk.joint.talks[0], talk.joint.stored))
 

@@ -11,14 +11,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from offload_decode.cli import client, output
 from offload_decode.cli import options as opts
-from offload_decode.cli.ask import held, show, tell_checked, tell_cut, tell_grounded, tell_notes
+from offload_decode.cli.ask import cited_text, held, show, tell_checked, tell_cut, tell_grounded, tell_notes
 from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.collections import DocumentChoice, open_collection
 from offload_decode.cli.errors import sentence
@@ -31,6 +31,7 @@ from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.collections.together import Talk
+    from offload_decode.engine.citations import Watch
     from offload_decode.engine.conversation import Sampler
     from offload_decode.engine.engine import Engine
 
@@ -62,6 +63,7 @@ def chat(
     temperature: opts.Temperature = 0.0,
     top_p: opts.TopP = 1.0,
     seed: opts.Seed = 0,
+    cites: opts.Cite = False,
     check: opts.Check = False,
     only_grounded: opts.OnlyGrounded = None,
 ) -> None:
@@ -77,12 +79,12 @@ def chat(
     refuse_others(together, address is not None, False, only_grounded is not None, check)
     config = options.config
     drawn = temperature, top_p, seed
-    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *drawn, check=check)
+    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, *drawn, cites, check)
     if together.together is not None:
         with open_collection(stores, None, DocumentChoice(), Progress) as asked:
             together.check(stores, asked)
             check_options(options)
-            asked_together = Together(stores, asked, together, options, least=only_grounded)
+            asked_together = Together(stores, asked, together, options, cites, only_grounded)
             joint = JointTranscript(asked_together, max_new_tokens, wanted.sampler)
             _Chat(joint, at_terminal, only_grounded).run(None)
         return
@@ -99,7 +101,7 @@ def chat(
         output.note(f"Opening {store} and loading its model …")
     engine = open_engine(store, options, only_grounded)
     engine.records = check
-    transcript = Transcript(engine, max_new_tokens, wanted.sampler)
+    transcript = Transcript(engine, max_new_tokens, wanted.sampler, cites)
     _Chat(transcript, at_terminal, only_grounded).run(engine.prefix.length)
 
 
@@ -118,23 +120,26 @@ class Transcript:
     engine: Engine
     max_new_tokens: int
     sampler: Sampler
+    cites: bool = False
     turns: list[Turn] = field(default_factory=list)
+    _watch: Watch | None = field(default=None, init=False, repr=False)
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer piece by piece.
 
         If interrupted, the conversation keeps the part generated; nothing if the question was still running.
         """
-        logits = self.engine.ask(question)
-        turn = Turn(question)
-        self.turns.append(turn)
+        with self.engine.watched() if self.cites else nullcontext() as self._watch:
+            logits = self.engine.ask(question)
+            turn = Turn(question)
+            self.turns.append(turn)
 
-        def generated() -> Iterator[int]:
-            for token in self.engine.generate(logits, self.max_new_tokens, self.sampler):
-                turn.tokens.append(token)
-                yield token
+            def generated() -> Iterator[int]:
+                for token in self.engine.generate(logits, self.max_new_tokens, self.sampler):
+                    turn.tokens.append(token)
+                    yield token
 
-        return self.engine.pieces(generated())
+            yield from self.engine.pieces(generated())
 
     @property
     def grounded(self) -> float | None:
@@ -147,6 +152,11 @@ class Transcript:
         from offload_decode.engine.second_pass import checked
 
         return asdict(checked(self.engine, self.engine.record)) if self.engine.records else None
+
+    @property
+    def cited(self) -> str | None:
+        """What the last answer attended to, where that is asked for."""
+        return None if self._watch is None else cited_text(self.engine.cited(self._watch))
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length."""
@@ -229,6 +239,7 @@ class RemoteTranscript:
     finish: str = ""
     grounded: float | None = None
     checked: Mapping[str, Any] | None = None
+    cited: str | None = None
     notes: Sequence[str] = ()
 
     def answer(self, question: str) -> Iterator[str]:
@@ -242,6 +253,7 @@ class RemoteTranscript:
             yield piece
         self.finish, self.grounded, self.checked = answer.finish, answer.grounded, answer.checked
         self.notes = list(answer.notes(self.wanted))
+        self.cited = cited_text(answer.cited) if self.wanted.cite else None
 
     def tell_cut(self) -> None:
         """Say whether the last answer was cut by its length, and what the server remarks."""
@@ -284,6 +296,15 @@ class JointTranscript:
     def grounded(self) -> float | None:
         """How grounded the last answer is, where that is known."""
         return None if self.talk is None else self.talk.joint.grounded
+
+    @property
+    def cited(self) -> str | None:
+        """What the last answer's documents attended to, and where its words came from, where that is asked
+        for.
+        """
+        if self.talk is None or not self.together.cites:
+            return None
+        return "\n".join(filter(None, (self.talk.carried(), cited_text(self.talk.joint.citations()))))
 
     @property
     def turns(self) -> range:
@@ -383,6 +404,8 @@ class _Chat:
                 tell_grounded(self.transcript.grounded)
                 tell_checked(self.transcript.checked)
                 self.transcript.tell_cut()
+                if (cited := self.transcript.cited) is not None:
+                    output.note(cited)
         return False
 
     def _size(self) -> str:

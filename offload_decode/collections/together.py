@@ -140,7 +140,11 @@ class Talk:
         )
 
     def carried(self) -> str:
-        """Runs of the last answer's tokens, each with the document that gave most to them."""
+        """Runs of the last answer's tokens, each with the document that gave most to them; of an answer that
+        is not given, none.
+        """
+        if not self._given:
+            return ""
         lines = []
         for name, run in groupby(self._carried(), lambda one: self.names[one[1].index(max(one[1]))]):
             own = list(run)

@@ -45,6 +45,17 @@ def test_it_goes_on_after_a_line_that_is_not_utf8(store):
     assert ran.out == run(*args, stdin="caf\ufffd\n/reset\nafter\n").out
 
 
+def test_every_answer_cites_what_it_attended_to(store):
+    how = "chat", store, "--max-new-tokens", "5", "--cite"
+    ran, alone = run(*how, stdin="one\ntwo\n/reset\none\n"), run(*how, stdin="one\n")
+    cited = [text for text in ran.err.split(CUT) if text]
+    told = done("ask", store, "one", "--max-new-tokens", "5", "--cite").err.removeprefix(CUT)
+    assert len(cited) == 3
+    assert told.startswith("100%  corpus.txt\n")
+    assert cited[0] == cited[2] == alone.err.removeprefix(CUT) == told != cited[1]
+    assert talk(store, "one").err == CUT
+
+
 @pytest.mark.parametrize("last", ["", "/quit", "/exit"])
 def test_it_ends_with_its_input_or_when_told(store, last):
     ran = talk(store, *[last] * bool(last))

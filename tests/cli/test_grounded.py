@@ -73,6 +73,8 @@ def test_joined_answers_are_grounded_too(measured, home, texts, tmp_path, monkey
     ran = run(*chat, "--only-grounded", "1", stdin=QUESTION + "\n")
     assert ran.out.strip() == NOT_IN_TEXT
     assert f"grounded {told['grounded']:.2f}" in ran.err.splitlines()
+    cited = run(*chat, "--only-grounded", "1", "--cite", stdin=QUESTION + "\n")
+    assert (cited.out, cited.err) == (withheld.out, withheld.err)
     questions, out = write_lines(tmp_path / "questions.jsonl", {"question": QUESTION}), tmp_path / "out.jsonl"
     assert batch(questions, out, measured, other, "--together", "2", "--only-grounded", "1").code == 0
     assert [one["answer"] for one in lines_of(out)] == [NOT_IN_TEXT]

@@ -49,6 +49,9 @@ def test_notes_show_citations_and_cost(url):
     assert ran.out == "Who?\n"
     assert "75%  minutes.txt" in ran.err
     assert f"{STORED:,} of them stored or cached" in ran.err
+    ran = run("chat", "book", "--server", url, "--cite", stdin="Who?\n")
+    assert (ran.out, ran.err.splitlines()[0]) == ("Who?\n", " 75%  minutes.txt")
+    assert run("chat", "book", "--server", url, stdin="Who?\n").err == ""
 
 
 def test_an_answer_of_several_stores_says_what_it_is(url, service, tmp_path):

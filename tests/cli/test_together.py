@@ -275,6 +275,9 @@ def test_a_chat_goes_on_with_the_documents_of_its_first_question(collection, sto
         == 2
     )
     assert "nothing is saved" in run("chat", *stores, *THREE, stdin="/save x.json\n").err
+    cited = run("chat", *stores, *THREE, "--cite", stdin=f"{QUESTION}\n").err.splitlines()
+    assert cited == run("ask", *stores, QUESTION, *THREE, "--cite").err.splitlines()
+    assert any(line.startswith("       ") and "%  " in line for line in cited)  # a passage
 
 
 def test_a_question_that_is_stopped_before_it_was_run_is_no_turn_of_a_chat(stores, monkeypatch):
