@@ -138,7 +138,7 @@ PLAIN_EVERY_S = 10.0
 
 # What each stage of a job counts; other stages are only named.
 _UNITS = {
-    **dict.fromkeys(("prefill", "fidelity"), "tokens"),
+    **dict.fromkeys(("prefill", "eval", "fidelity"), "tokens"),
     **dict.fromkeys(("collect", "verify documents", "push documents", "pull documents"), "documents"),
     **dict.fromkeys(("index", "verify indexes"), "heads"),
     **dict.fromkeys(("verify", "hash indexes", "check", "push", "pull"), "bytes"),
@@ -147,7 +147,9 @@ _UNITS = {
 
 
 _GROWING = "prefill"
-"""A stage each of whose tokens attends to those before it: the time grows with their square too."""
+"""A stage each of whose tokens attends to those before it: the time grows with their square too. Not so
+`eval`, whose texts are prefilled one after another.
+"""
 
 
 class _Pace:

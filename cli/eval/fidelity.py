@@ -63,7 +63,8 @@ def fidelity(
     selection holds (mass), and the error of the attention to stored tokens, relative to dense attention: in
     all, of exact top-k with that budget (appr.), and of the selection against exact top-k (search). Then the
     tokens of the dense answer are run through each selector, and the probabilities of the next token are
-    compared: KL in nats, and how often the likeliest token is the same.
+    compared: KL in nats, how many nats more each of these tokens takes, and how often the likeliest token is
+    the same.
 
     dense, random and streaming are always measured too. A selector that cannot run is refused at the start;
     one that fails later is named at the end, and the other results are kept. h2o and tova count question and
@@ -125,7 +126,7 @@ def _rows(report: FidelityReport) -> list[list[str]]:
     errors = ["p50", "p95", "p99", "appr. p95", "search p95"]
     live = ["recall", "mass", *(f"error {name}" if name[0] == "p" else name for name in errors)]
     stored = ["stored: recall", "mass", "error p50"]
-    rows = [["selector", "budget", "tokens", "moved", *live, "worst", "KL", "top-1", *stored]]
+    rows = [["selector", "budget", "tokens", "moved", *live, "worst", "KL", "nats", "top-1", *stored]]
     return rows + [_row(entry) for entry in report.entries]
 
 
@@ -143,6 +144,7 @@ def _row(entry: Entry) -> list[str]:
         *map(_percent, shares),
         worst,
         f"{entry.agreement.kl_mean:.2g}",
+        f"{entry.agreement.nats:+.2g}",
         _percent(entry.agreement.top1),
         *(map(_percent, sampled) if sampled else ["-"] * 3),
     ]

@@ -96,7 +96,8 @@ def perplexity(
         grown = GrowingStore(loaded, Path(folder), plan.longest, settings, kinds)
         evaluation = Perplexity(loaded, plan, grown)
         shared.rehearse(contenders, loaded, haystack, settings)
-        results = run(evaluation, loaded, file, lambda done, total: progress("prefill", done, total))
+        shared.announce(evaluation, "chunk", quiet)
+        results = run(evaluation, loaded, file, lambda done, total: progress("eval", done, total))
     shared.show(results, as_json, quiet, _text)
     if model in demo_models.NAMES:
         output.note(_DEMO, quiet)

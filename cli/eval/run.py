@@ -22,7 +22,7 @@ from offload_decode.evals.contender import DENSE, Contender
 if TYPE_CHECKING:
     from offload_decode.evals.answering import Answering
     from offload_decode.evals.haystack import Haystack
-    from offload_decode.evals.runs import Results
+    from offload_decode.evals.runs import Evaluation, Results
     from offload_decode.evals.tasks.base import Task
     from offload_decode.models.loading import LoadedModel
     from offload_decode.prefill_jobs.job import Settings
@@ -97,16 +97,13 @@ class Asking:
     quiet: Quiet = False
 
 
-Selectors = Annotated[
-    list[str] | None,
-    option(
-        "NAME[:KEY=VALUE,…]",
-        "A selector beside dense attention, with options of its own as in quest:page_size=32; "
-        "repeatable.  [default: topk]",
-        "-s",
-        "--selector",
-    ),
-]
+def selectors_option(default: str) -> Any:
+    """-s: which selectors are asked where none is named."""
+    what = "A selector beside dense attention, with options of its own as in quest:page_size=32; repeatable."
+    return option("NAME[:KEY=VALUE,…]", f"{what}  [default: {default}]", "-s", "--selector")
+
+
+Selectors = Annotated[list[str] | None, selectors_option("topk")]
 Budgets = Annotated[
     str,
     option("K,…", "Stored tokens that each selector may attend to: counts, or shares of the store like 2%."),
@@ -224,8 +221,16 @@ def ask_all(
         if unfit:
             fit = [task for task in chosen if task.name not in unfit]
             evaluation = evaluated(plan, fit, loaded, haystack, stores)
-        results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
+        announce(evaluation, "text", how.quiet)
+        results = run(evaluation, loaded, out, lambda done, total: progress("eval", done, total))
     show(results, how.as_json, how.quiet, told)
+
+
+def announce(evaluation: Evaluation, noun: str, quiet: bool) -> None:
+    """Say how much is measured, before anything long; `noun`: what a unit is."""
+    units = evaluation.units()
+    tokens = sum(unit.tokens for unit in units)
+    output.note(f"measuring {output.count(len(units), noun)}: a prefill of {tokens:,} tokens in all", quiet)
 
 
 def results_file(out: Path | None, command: str) -> Path:

@@ -110,7 +110,7 @@ def aggregate(
 def passkey(
     *,
     lengths: Lengths = "10000,100000",
-    selector: run.Selectors = None,
+    selector: Annotated[list[str] | None, run.selectors_option("quest and topk")] = None,
     budgets: run.Budgets = "64,128,256,512,1024,2048,4096",
     option: run.CommonOptions = None,
     limit: Limit = 100,

@@ -33,13 +33,16 @@ from offload_decode.types import StepStats
 
 @dataclass(frozen=True)
 class Agreement:
-    """Over so many generated tokens: KL(dense ‖ selector) in nats, and how often the first choice agrees."""
+    """Over so many generated tokens: KL(dense ‖ selector) in nats, how often the first choice agrees, and how
+    many nats more the dense answer's tokens take, a token.
+    """
 
     tokens: int
     kl_mean: float
     kl_p95: float
     kl_max: float
     top1: float
+    nats: float
 
 
 def forced(engine: Engine, run: recorded.DenseRun, progress: Callable[[], None]) -> Tensor:
@@ -65,13 +68,21 @@ def agreement(pairs: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
     """Over the logits `(dense, other)` of all runs."""
     divergences = torch.cat([divergence(dense, other) for dense, other in pairs]).cpu().numpy()
     same = torch.cat([dense.argmax(-1) == other.argmax(-1) for dense, other in pairs])
+    more = torch.cat([_likeliest(dense, dense) - _likeliest(dense, other) for dense, other in pairs])
     return Agreement(
         tokens=len(same),
         kl_mean=float(divergences.mean()),
         kl_p95=float(np.percentile(divergences, 95)),
         kl_max=float(divergences.max()),
         top1=float(same.double().mean()),
+        nats=float(more.mean()),
     )
+
+
+def _likeliest(dense: Tensor, logits: Tensor) -> Tensor:
+    """Log-probabilities, float64 `[n]`, that `logits [n, V]` give what is likeliest by `dense`."""
+    picked = dense.argmax(-1, keepdim=True)
+    return torch.log_softmax(logits.double(), dim=-1).gather(-1, picked)[:, 0]
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _read(path: Path, file: Any) -> Results:
         else:
             waiting.append(record)
     if header is None:
-        raise _foreign(path, "it is empty")
+        raise _foreign(path, "its first line is not whole" if at else "it is empty")
     return Results(path, header, tuple(records), frozenset(finished), size)
 
 

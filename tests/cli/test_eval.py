@@ -181,6 +181,7 @@ def test_perplexity_prints_a_line_for_each_way(home, text, out):
     assert lines[4].startswith("behind 100 tokens, ")
     assert len(lines) == 5
     assert "demo model" not in ran.err
+    assert "measuring 1 chunk: a prefill of 100 tokens in all\n" in ran.err
     before = out.read_bytes()
     assert run(*asked).out == ran.out
     assert out.read_bytes() == before

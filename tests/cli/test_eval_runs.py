@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from offload_decode.cli import output
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals import tasks
 from offload_decode.evals.runs import read
@@ -64,6 +65,24 @@ def test_json_has_the_records(home, out):
     assert len(told["records"]) == len(read(out).records)
 
 
+def test_how_much_is_measured_is_said_before_and_what_is_left_follows_the_mean(home, out, monkeypatch):
+    """The time of a prefill grows with the square of its tokens, that of many texts does not."""
+    grew = []
+
+    class Noted(output._Pace):
+        def __init__(self, first, grows, began):
+            grew.append(grows)
+            super().__init__(first, grows, began)
+
+    monkeypatch.setattr(output, "_Pace", Noted)
+    monkeypatch.setattr(output, "PLAIN_EVERY_S", 0.0)
+    small = ("--tasks", "niah_single_2", "--lengths", "300", "--limit", "2", "--budgets", "8")
+    told = done("eval", "ruler", "--model", home / "model", *small, "--out", out).err
+    assert told.index("measuring 2 texts: a prefill of 900 tokens in all\n") < told.index("eval: ")
+    assert " of 900 tokens" in told
+    assert set(grew) == {False}
+
+
 @pytest.mark.parametrize("suite", ["ruler", "aggregate"])
 def test_a_suite_has_tasks_that_are_known(suite):
     module = __import__(f"offload_decode.evals.tasks.{suite}", fromlist=["SUITE"])
@@ -115,6 +134,9 @@ def test_passkey_asks_at_the_lengths_that_are_given(home, out):
     small = ("--lengths", "700", "--limit", "1", "--budgets", "16", "-q")
     done("eval", "passkey", "--model", home / "model", *small, "--out", out)
     assert read(out).header.configuration["contenders"] == ["dense", "quest:budget=16", "topk:budget=16"]
+    helps = (" ".join(run("eval", name, "--help").out.split()) for name in ("passkey", "ruler"))
+    for shown, ways in zip(helps, ("quest and topk", "topk"), strict=True):
+        assert f"repeatable. [default: {ways}]" in shown
 
 
 def test_an_error_to_keep_to_takes_the_place_of_the_budgets(home, out):

@@ -298,6 +298,7 @@ def test_divergence_and_agreement() -> None:
     assert (found.tokens, found.top1) == (2, 0.5)
     assert found.kl_mean == pytest.approx(float(sum(expected) / 2))
     assert found.kl_max == pytest.approx(float(max(expected)))
+    assert found.nats == pytest.approx(float((p[0, 2] / q[0, 2]).log() + (p[1, 0] / q[1, 0]).log()) / 2)
 
 
 def test_percentiles_and_the_worst_head() -> None:

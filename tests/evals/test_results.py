@@ -46,6 +46,13 @@ def test_a_million_records_hold_the_same_strings_once(tmp_path: Path) -> None:
     assert first["record"] is second["record"]
 
 
+def test_a_file_without_a_whole_line_is_not_called_empty(tmp_path: Path) -> None:
+    for text, said in (("hello", "its first line is not whole"), ("", "it is empty")):
+        (path := tmp_path / "run.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=f"as results of an evaluation: {said}"):
+            runs.read(path)
+
+
 @pytest.mark.parametrize("cut", range(1, 200, 7))
 def test_a_file_cut_anywhere_loses_its_last_unit_at_most_and_is_gone_on_with(
     tmp_path: Path, cut: int
