@@ -31,6 +31,8 @@ _CHECKED = 1024  # cells at a time
 APART = 2.5  # standard deviations above its cell's mean at which a query misses a key, as cells are pruned
 _APART_SHARE = 1e-4  # of the attention that such queries pay to a key, on average over all queries
 _APART_CELLS = 8  # one such key for so many cells at most, and as many in any case
+_FAR = 20.0  # deviations beyond which a key is no further away
+_ROUNDING = 1e-5  # relative, of a score: keys that are all alike lie no deviations from their mean
 LARGEST = 7  # codes are -7 to 7, stored with 8 added
 _MET = 4096  # rows that meet all centroids at once
 _MOST = 2**31 - 1  # keys
@@ -177,16 +179,25 @@ def _of_a_segment(keys: Keys, wanted: Wanted | None) -> Cells:
 def _apart(
     labels: npt.NDArray[np.int64], means: Float32, variances: Float32, wanted: Wanted
 ) -> npt.NDArray[np.int64]:
-    """The keys that are to be cells of their own, those that lose the most attention first."""
+    """The keys that are to be cells of their own: first those that lose the most attention, times how many
+    deviations they lie beyond those at which a query misses them. More deviations, which all cells then take,
+    find those that lie just beyond; of a sink that few queries want they would be many.
+    """
     queries, ids, scores = wanted
     weights = np.exp((scores - scores.max(axis=1, keepdims=True)) / np.sqrt(means.shape[1]))
     weights /= weights.sum(axis=1, keepdims=True) * len(queries)
     own = labels[ids]
-    near, spread = queries @ means.T, np.sqrt(queries**2 @ variances.T)
-    above = scores - np.take_along_axis(near, own, 1) > APART * np.take_along_axis(spread, own, 1)
-    lost = np.bincount(ids[above & (ids >= 0)], weights[above & (ids >= 0)], minlength=len(labels))
+    near = np.take_along_axis(queries @ means.T, own, 1)
+    spread = np.take_along_axis(np.sqrt(queries**2 @ variances.T), own, 1)
+    least = _ROUNDING * np.abs(scores) + np.finfo(np.float32).tiny
+    beyond = (scores - near) / np.maximum(spread, least) - APART
+    missed = (beyond > 0) & (ids >= 0)
+    weights, beyond, ids = weights[missed], np.minimum(beyond[missed], _FAR), ids[missed]
+    lost = np.bincount(ids, weights, minlength=len(labels))
+    urgent = np.bincount(ids, weights * beyond, minlength=len(labels))
     most = len(means) // _APART_CELLS + _APART_CELLS
-    return np.argsort(-lost, kind="stable")[: min(most, np.count_nonzero(lost > _APART_SHARE))]
+    listed = np.flatnonzero(lost > _APART_SHARE)
+    return listed[np.argsort(-urgent[listed], kind="stable")[:most]]
 
 
 def joined(first: Cells, more: Cells) -> Cells:

@@ -461,6 +461,24 @@ def test_few_keys_are_cells_of_their_own() -> None:
     assert cells.check(index.cells, len(keys))
 
 
+def test_a_sink_that_few_queries_want_is_a_cell_of_its_own_before_keys_that_lie_nearer() -> None:
+    """Keys of large norms lose more attention, and are found with some more deviations; the sink is not."""
+    rng, dim = np.random.default_rng(4), 64
+    center = rng.standard_normal(dim)
+    center *= 20 / np.linalg.norm(center)
+    topics = center + 2 * rng.standard_normal((24, dim))
+    keys = topics[rng.integers(24, size=6000)] + 0.5 * rng.standard_normal((6000, dim))
+    keys *= np.exp(0.2 * rng.standard_normal((6000, 1)))
+    keys[77] = 0.15 * rng.standard_normal(dim)
+    queries = 3 * rng.standard_normal((1024, dim))
+    few = rng.random(1024) < 0.01
+    queries[few] -= (0.15 * dim**0.5 * rng.random((few.sum(), 1)) + 0.3) * center
+    index = ClusteredIndex.build(keys.astype(np.float32), queries.astype(np.float32), k=100)
+    assert 77 in alone(index)
+    assert index.recall is not None
+    assert index.recall.value < 3, "no cell is scanned for what lies far from it"
+
+
 def test_sinks_of_every_segment_are_cells_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "SEGMENT", 2048)
     keys, queries = with_sinks(6000, [7, 2999, 5000])
