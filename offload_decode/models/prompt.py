@@ -249,10 +249,13 @@ class Prompt:
         return encode_after(tokenizer, "", [*asked, *_begun(self.again, begun)])
 
     def closing(self, tokenizer: Any) -> int | None:
-        """The special token by which the template closes an answer, where it does."""
-        special = special_tokens(tokenizer)
-        found = special and special.match(self.turn.lstrip())
-        return tokenizer.convert_tokens_to_ids(found[0]) if found else None
+        """The token of the tokenizer's own by which the template closes an answer, where it does: a special
+        one, or one that was only added, as files of some checkpoints have it.
+        """
+        turn = self.turn.lstrip()
+        added = ((str(token), number) for number, token in tokenizer.added_tokens_decoder.items())
+        found = [(len(text), number) for text, number in added if text and turn.startswith(text)]
+        return max(found)[1] if found else None
 
     @property
     def gap(self) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from offload_decode.common.errors import ConfigError, ModelError
@@ -121,10 +121,12 @@ def test_a_further_question_has_the_tokens_that_it_has_behind_an_answer(kind, an
     assert following[0] == prompt.closing(tokenizer) == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("special", [True, False], ids=["special", "only added"])
 @pytest.mark.parametrize("turn", ["<|next|>user", "\n <|next|>", "user <|next|>", "", "next"])
-def test_a_template_closes_an_answer_by_the_special_token_behind_it(turn):
+def test_a_template_closes_an_answer_by_the_tokenizers_own_token_behind_it(turn: str, special: bool) -> None:
+    """Some files have the end of a turn as a token of a user's: it is no special one there."""
     tokenizer = tokenizer_of("byte level")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|next|>"]})
+    tokenizer.add_tokens([AddedToken("<|next|>", special=special), AddedToken("<|", special=special)])
     closes = turn.strip().startswith("<|next|>")
     prompt = replace(prompt_for(tokenizer), turn=turn)
     assert prompt.closing(tokenizer) == (tokenizer.convert_tokens_to_ids("<|next|>") if closes else None)
