@@ -171,7 +171,8 @@ def _kept(converted: Path, folder: Path) -> bool:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _beside(folder) as made:
-            shutil.copytree(converted, made, dirs_exist_ok=True)
+            for file in converted.iterdir():  # copytree would hide why it failed in a list
+                shutil.copy(file, made)
             with suppress(OSError):  # another process was faster, or left it in part
                 made.rename(folder)
             if not _whole(folder):
