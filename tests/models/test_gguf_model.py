@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -116,6 +117,23 @@ def test_a_header_is_converted_once(made: Any, empty_cache: Path, monkeypatch: p
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     assert theirs.encode(text) == again.tokenizer.encode(text)
     assert again.tokenizer_hash == tokenizer_hash(again.tokenizer)
+
+
+def test_transformers_reads_a_header_as_plain_arrays(
+    made: Any, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of a mapped one cost four times as much, and there are a million."""
+    kinds = []
+
+    class Watched(gguf.GGUFReader):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            kinds.append(type(self.data))
+
+    monkeypatch.setattr(gguf, "GGUFReader", Watched)
+    converted(made("llama"))
+    assert set(kinds) == {np.ndarray}
+    assert gguf.GGUFReader is Watched, "others get gguf's own again"
 
 
 def test_a_copy_of_its_weights_is_told_why_it_cannot_open_the_store(made: Any, tmp_path: Path) -> None:
