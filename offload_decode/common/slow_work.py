@@ -6,6 +6,8 @@ It speaks through the log of this module, which commands print and servers write
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LOG = logging.getLogger(__name__)
 FIRST_S, EVERY_S = 2.0, 5.0
@@ -31,3 +33,23 @@ class SlowWork:
             self._due = now + EVERY_S
             left = (now - self._began) * (self.total - self.done) / max(1, self.done)
         LOG.info("%s: %.1f of %.1f GB, about %.0f s left", self.name, self.done / 1e9, self.total / 1e9, left)
+
+
+@contextmanager
+def at_work(name: str) -> Iterator[None]:
+    """Says how long the work in the block has taken, for what a library does without a count of it."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait = FIRST_S
+        while not over.wait(wait):
+            LOG.info("%s: %.0f s so far", name, time.monotonic() - began)
+            wait = EVERY_S
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()

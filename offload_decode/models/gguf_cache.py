@@ -26,6 +26,7 @@ import torch
 
 from offload_decode.common.errors import ModelError, OffloadDecodeWarning
 from offload_decode.common.memory import give_back
+from offload_decode.common.slow_work import at_work
 from offload_decode.hf.compat import class_of, text_of
 from offload_decode.hf.meta_device import Unfilled
 from offload_decode.hf.rope_scaling import scalable, state_rope
@@ -159,7 +160,7 @@ def headers_folder() -> Path:
 def _made(path: Path, folder: Path, keep: bool) -> Path:
     """Where the file is converted now: in `folder`, or in one that goes with this process."""
     made = tempfile.TemporaryDirectory(prefix="offload-decode-")
-    with _quick_reader():
+    with _quick_reader(), at_work(f"reading the header of {path.name}"):
         _convert(path, Path(made.name))
     give_back()  # hundreds of MB of what was read, which a plan would take for the program's own
     if keep and _kept(Path(made.name), folder):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from offload_decode.common.errors import ModelError
+from offload_decode.common.slow_work import at_work
 from offload_decode.hf.compat import DTYPES, Names, by_own_names, class_of, names_of, unknown_text
 from offload_decode.hf.meta_device import Unfilled
 from offload_decode.hf.shape import text_config, text_model
@@ -32,7 +33,8 @@ def whole_model(source: str, config: Any, **arguments: Any) -> Any:
         config.quantization_config = by_own_names(stated, names)
     with quantization.hushed(), Unfilled():  # what sees and hears is no news
         arguments |= {"config": config, "key_mapping": mapping, "use_safetensors": True, **which}
-        model, report = class_of(config).from_pretrained(where, output_loading_info=True, **arguments)
+        with at_work(f"reading the weights of {source}"):
+            model, report = class_of(config).from_pretrained(where, output_loading_info=True, **arguments)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "

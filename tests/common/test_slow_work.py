@@ -1,11 +1,12 @@
 """Slow work says how far it is, and work that is quick says nothing."""
 
 import logging
+import time
 
 import pytest
 
 from offload_decode.common import slow_work
-from offload_decode.common.slow_work import SlowWork
+from offload_decode.common.slow_work import SlowWork, at_work
 from offload_decode.models.fingerprints import weights_hash
 from tests.tiny import text_model
 
@@ -49,3 +50,17 @@ def test_hashing_weights_counts_every_byte(
     assert all(text.startswith("hashing the weights, once on this machine: ") for text in caplog.messages)
     places = {weight.data_ptr() for weight in model.state_dict().values()}
     assert len(caplog.messages) == len(places) - 1, "the last one is not said"
+
+
+def test_work_without_a_count_says_how_long_it_has_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, slow_work.__name__)
+    with at_work("reading"):
+        pass
+    assert caplog.messages == [], "it was quick"
+    monkeypatch.setattr(slow_work, "FIRST_S", 0.01)
+    with at_work("reading"):
+        while not caplog.messages:
+            time.sleep(0.01)
+    assert caplog.messages == ["reading: 0 s so far"]
