@@ -17,7 +17,7 @@ from offload_decode.selectors.topk import TopK
 from offload_decode.types import ModelShape
 
 _FEW, _MANY = 64, 1024
-_LOOPS = 2  # counted up as loops become faster: what was measured with others is measured again
+_LOOPS = 3  # counted up as loops become faster: what was measured with others is measured again
 _LEAST = 4 * _FEW  # tokens: fewer are attended to before a search has begun
 _ALIKE = 512  # tokens by which stores may differ that share what was measured
 _LAYERS, _ROUNDS, _ENOUGH = 3, 7, 3.0
