@@ -167,6 +167,11 @@ class VectorIndex(ABC):
         """Whether it was; True of kinds that cannot."""
         return True
 
+    @property
+    def least_tuned(self) -> float:
+        """The smallest value that it would be tuned to now: earlier versions had smaller ones."""
+        return 0.0
+
     def search(self, queries: npt.NDArray[Any], k: int) -> Hits:
         """The `k` best keys for each of `queries [G, D]`; padded where `k` exceeds the number of keys."""
         queries, k = check_queries(queries, self.dim), check_count(k)

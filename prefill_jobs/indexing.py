@@ -91,8 +91,9 @@ def build_indexes(
         if index is None or index.recall is None:
             return index
         own = index.recall
-        # What an earlier version built is measured otherwise, and has no summaries.
+        # What an earlier version built is measured or tuned otherwise, or has no summaries.
         current = index.summarized and (own.mass is not None or own.source == FROM_KEYS)
+        current &= own.value >= index.least_tuned
         return index if current and (own.target, own.k) == (recall, min(k, len(index))) else None
 
     began = time.perf_counter()

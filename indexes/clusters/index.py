@@ -115,6 +115,10 @@ class ClusteredIndex(ApproximateIndex):
     def scan_from(self) -> float:
         return _EXACT
 
+    @property
+    def least_tuned(self) -> float:
+        return _LADDER[0]
+
     def ladder(self, k: int) -> Sequence[float]:
         return [*_LADDER, _NEARLY_ALL, _EXACT]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from offload_decode.common.errors import OffloadDecodeError, UnknownIndex
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.many import Job
 from offload_decode.prefill_jobs.on_ray.jobs import Indexer, indexed
@@ -54,6 +55,16 @@ def test_a_collection_is_indexed_store_by_store(home, tmp_path):
     told = json_of("index", path, "--k", "10")
     assert len(told["indexes"]) == 2
     done("verify", path)
+
+
+def test_an_index_that_would_not_be_tuned_so_now_is_built_again(copy, monkeypatch):
+    store = copy("a.kv")
+    done("index", store, "--k", "10")
+    kept = json_of("index", store, "--k", "10")
+    assert kept["built"] == 0
+    monkeypatch.setattr(ClusteredIndex, "least_tuned", 1e9)
+    again = json_of("index", store, "--k", "10")
+    assert again["built"] == again["heads"]
 
 
 @pytest.mark.parametrize("wrong", [("--kind", "unheard-of"), ("--recall", "0")])
