@@ -449,7 +449,7 @@ def test_attention_sinks_are_found_wherever_they_are(places: list[int]) -> None:
 
     assert found(index.search(others, 16)).all()
     unaware = ClusteredIndex.build(keys, k=16).search_at(others, 16, index.recall.value)
-    assert found(unaware).mean() < 0.95, "an index that knows no queries loses some of them"
+    assert not found(unaware).all(), "an index that knows no queries loses some of them"
     assert index.recall.lost is not None
     assert index.recall.lost < 0.02
 
