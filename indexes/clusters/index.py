@@ -402,10 +402,11 @@ def _sparse(n: int, k: int) -> bool:
 
 
 def share_read(n: int, k: int) -> float:
-    """About the share of the codes that a query reads: fitted to long-tailed keys, of which it was 0.06
-    for 64 and 0.18 for 1,024 of 131,072, 0.58 for 1,024 of 16,384 and 0.03 of four million.
+    """About the share of the codes that a query reads: fitted to the answers of a real model (Qwen2.5 0.5B),
+    of which it was 0.87 for 64 and 0.99 for 1,024 of 16,384 keys, and 0.77 and 0.97 of 30,720. Of long-tailed
+    keys that are made up it is less: 0.17 and 0.47 of 131,072.
     """
-    return float(min(1.0, 2.25 * np.sqrt(k / n)))
+    return float(1 - np.exp(-11.4 * np.cbrt(k / n)))
 
 
 def _rows_of_a_task(k: int) -> int:
