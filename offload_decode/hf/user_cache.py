@@ -8,16 +8,23 @@ import json
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offload_decode.common.errors import OffloadDecodeWarning
 from offload_decode.indexes.verified import Identity, cache_folder, identity, make_room, settled
 
 _FINGERPRINT = re.compile(r"[0-9a-f:]{1,128}")
 _MOST = 1 << 16  # characters of a value
+_LONG_S = 2.0  # that a fingerprint may take again without a word
+_NOT_KEPT = (
+    "The hash of the weights cannot be kept in {} ({}), so that every process hashes them anew: "
+    "free some space there, or name another folder by XDG_CACHE_HOME."
+)
 
 _known: dict[str, Any] = {}
 T = TypeVar("T")
@@ -50,15 +57,21 @@ def cached(
 def cached_fingerprint(files: Sequence[Path], reading: str, compute: Callable[[], str]) -> str:
     """`compute()`, a fingerprint of `files` read as `reading` says, or its value for the same files.
 
-    `indexes.verified` tells when a file is the same. A cache that cannot be read or written is not used.
+    `indexes.verified` tells when a file is the same. A cache that cannot be read is not used; where it cannot
+    be written a warning says so, if the fingerprint took long.
     """
     before = _identities(files)
     key = json.dumps([reading, before])
     if before is not None and (known := load_text(key)) and _FINGERPRINT.fullmatch(known):
         return known
+    began = time.monotonic()
     value = compute()
+    took = time.monotonic() - began
     if before is not None and before == _identities(files) and all(map(settled, before)):
-        save_text(key, value)
+        failed = save_text(key, value)
+        if failed is not None and took >= _LONG_S:
+            text = _NOT_KEPT.format(_folder(), failed.strerror or failed)
+            warnings.warn(OffloadDecodeWarning(text), stacklevel=2)
     return value
 
 
@@ -74,14 +87,19 @@ def load_text(key: str) -> str | None:
     return text if len(text) <= _MOST else None
 
 
-def save_text(key: str, value: str) -> None:
-    """Save a text of ASCII under `key`, where the cache can be written."""
+def save_text(key: str, value: str) -> OSError | None:
+    """Save a text of ASCII under `key`; returns why not, where the cache cannot be written."""
     path = _path(key)
-    with suppress(OSError):
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
         make_room(path.parent)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_text(value, encoding="ascii")
         os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):  # a full disk leaves an empty file
+            temporary.unlink()
+        return error
+    return None
 
 
 def note(config_hash: str, difference: float) -> None:

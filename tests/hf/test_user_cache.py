@@ -1,11 +1,14 @@
 """A remembered fingerprint is that of the files as they are, and a cache that fails costs only time."""
 
+import errno
 import os
 import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from offload_decode.common.errors import OffloadDecodeWarning
 from offload_decode.hf import user_cache as module
 from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.indexes import verified
@@ -68,6 +71,23 @@ def test_a_cache_that_cannot_be_written_or_read_is_done_without(asked, settled, 
     cache.write_text("a file where a folder should be")
     assert asked() == asked() == b"one".hex()
     assert asked.compute.call_count == 2
+
+
+def test_a_long_fingerprint_that_cannot_be_kept_is_told(asked, settled, cache, monkeypatch):
+    monkeypatch.setattr(module, "_LONG_S", 0.0)
+    cache.write_text("a file where a folder should be")
+    with pytest.warns(OffloadDecodeWarning, match="cannot be kept in .*: free some space there"):
+        asked()
+
+
+def test_a_full_disk_leaves_no_empty_file(monkeypatch):
+    def full(path, text, encoding):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert module.save_text("key", "ab").errno == errno.ENOSPC
+    assert not list(module._folder().iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "not a fingerprint", "ab" * 1000, "\0", "ab\n"])
