@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -85,6 +86,8 @@ def main() -> None:
     from offload_decode.store.reader import KVStore
 
     request = json.load(sys.stdin)
+    # As commands print them: in words, without the line of code that gave them.
+    warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
     try:
         store = KVStore.open(request["store"])
         manifest = store.manifest
