@@ -27,6 +27,7 @@ from offload_decode.common.rows.ggml_blocks import (
     PART,
     SHORT,
     Format,
+    add_product,
     at,
     called,
     load,
@@ -154,10 +155,7 @@ def _totals(
     held = [_Held(builder, form) for _ in bases]
     totals = [variable(builder, floats) for _ in bases]
 
-    def more(total: Any, a: Any, b: Any) -> None:
-        product = builder.fmul(a, b, flags=("contract",))
-        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-
+    more = partial(add_product, builder)
     with cgutils.for_range(builder, count) as blocks:
         for base, own in zip(bases, held, strict=True):
             own.unpack(builder.gep(base, [builder.mul(blocks.index, number(form.bytes))]))

@@ -37,6 +37,7 @@ from offload_decode.common.rows.ggml_blocks import (
     SHORT,
     Blocks,
     Format,
+    add_product,
     at,
     called,
     checked,
@@ -87,10 +88,17 @@ def _quantize(x: Any, codes: Any, scales: Any, sums: Any, halves: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
+def _lanes(count: int, table: Any) -> Any:
+    """Lanes of the loops that multiply so many rows, a row a lane; 0 for others, as most would be empty."""
+    lanes = table[0, 6]
+    return lanes if lanes < 2 * count else 0
+
+
+@njit(nogil=True, cache=True)
 def padded(count: int, table: Any) -> Any:
     """Rows of activations that the loops of a `Matrices.table` take for so many."""
-    lanes = table[0, 6]
-    if 0 < lanes < 2 * count:
+    lanes = _lanes(count, table)
+    if lanes:
         return -(-count // lanes) * lanes
     return count if count % TOGETHER < 2 else -(-count // TOGETHER) * TOGETHER
 
@@ -252,9 +260,7 @@ def _totals(
     products = [[variable(builder, floats) for _ in range(turns)] for _ in activations]
     added = [variable(builder, lows) for _ in activations]
 
-    def more(total: Any, a: Any, b: Any) -> None:
-        product = builder.fmul(a, b, flags=("contract",))
-        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+    more = partial(add_product, builder)
 
     def several(first: Any, count: int) -> None:
         start, along = (builder.mul(first, number(size)) for size in (form.bytes, form.weights))
@@ -312,7 +318,7 @@ def _loop(kind: int, form: str) -> int:
 
     @cfunc("int64(int64, int64)", cache=True)
     def multiplied(data: int, task: int) -> int:
-        words = carray(address(data), _WORDS, np.int64)
+        words = carray(address(data), WORDS, np.int64)
         rows, length, given, width = words[0], words[1], words[2], words[3]
         bounds = carray(address(words[4] + 8 * task), 2, np.int64)
         blocks = carray(address(words[5]), rows * length, np.uint8)
@@ -335,29 +341,25 @@ def _loop(kind: int, form: str) -> int:
     return multiplied.address  # type: ignore[return-value]
 
 
-_WORDS = 11
-
-
 @njit(nogil=True, cache=True)
 def products(team: Any, x: Any, table: Any) -> Any:
     """Activations `x [M, K]` float32, of at least one row, times all matrices of a `Matrices.table`: flat,
     `[R, rows]` of one behind the other, where R is `padded(M, table)`.
     """
-    held, lanes = padded(len(x), table), table[0, 6]
+    held, lanes = padded(len(x), table), _lanes(len(x), table)
     codes, scales, sums, halves = quantized(x, held)
     total, start = 0, 0
     for matrix in range(len(table)):
         total += held * table[matrix, 2]
-    out, words = np.empty(total, np.float32), np.empty(max(_WORDS, WORDS), np.int64)
-    many = 0 < lanes < 2 * len(x)
-    if many:
+    out, words = np.empty(total, np.float32), np.empty(WORDS, np.int64)
+    if lanes:
         by_lanes = turned(codes, scales, sums, halves, lanes)
     for matrix in range(len(table)):
         loop, tasks, rows, length, bounds, blocks, _, loop_of_many = table[matrix]
         own = out[start : start + held * rows]
         words[0], words[1], words[2], words[3] = rows, length, held, x.shape[1]
         words[4], words[5] = bounds, blocks
-        if many:
+        if lanes:
             words[2] = held // lanes
             words[6], words[7] = by_lanes.codes.ctypes.data, by_lanes.offsets.ctypes.data
             words[8], words[9] = by_lanes.scales.ctypes.data, by_lanes.sums.ctypes.data
