@@ -59,7 +59,9 @@ class LayerShape:
 
     `key_dim` and `value_dim` are numbers of a head and token; `window` counts the current token too.
     `latent`: a token's values are its key row itself (MLA: compressed keys and values, then the rotary part,
-    then the key of the model's own `index`, where it has one).
+    then the key of the model's own `index`, where it has one). `scaling`: what inner products of queries and
+    keys are multiplied by, where that is another than 1/sqrt(`key_dim`). It changes nothing that is kept, and
+    stores of earlier releases do not state it, so that shapes are equal without it.
     """
 
     kind: LayerKind
@@ -70,6 +72,7 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()
     latent: bool = False
     index: IndexShape | None = None
+    scaling: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert self.index is None or self.latent, "an index key stands at the end of a latent's row"

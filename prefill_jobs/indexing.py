@@ -9,8 +9,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import sqrt
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, IndexNotWritten, StoreBusy, StoreError, VectorIndexError
@@ -110,7 +114,7 @@ def build_indexes(
             else:
                 index = tuned(_saved(chosen, opened, staging, layer, head))
             if index is None:
-                keys, queries = opened.keys(layer, head), opened.queries(layer, head)
+                keys, queries = opened.keys(layer, head), asked_of(opened, layer, head)
                 digest = opened.digest(layer, head)
                 index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
                 index.summarize(opened.values(layer, head))
@@ -166,6 +170,17 @@ def _report(
         extended=extended,
         **attention_of(tuned),
     )
+
+
+def asked_of(store: KVStore, layer: int, head: int) -> npt.NDArray[Any]:
+    """The stored queries `[n, D]` of a head, of such a length that attention is at the scaling of 1/sqrt(D)
+    that indexes reckon with: which keys are the best depends on no length, how much attention they have does.
+    """
+    queries, scaling = store.queries(layer, head), store.manifest.shape.layers[layer].scaling
+    if scaling is None:
+        return queries
+    asked: npt.NDArray[Any] = queries.astype(np.float32) * np.float32(scaling * sqrt(queries.shape[1]))
+    return asked
 
 
 def _saved(
@@ -286,12 +301,12 @@ def _extend(
                 keys, digest = new.keys(layer, head), new.digest(layer, head)
                 extends = grown and _stay(earlier, new, layer, head, sure)
                 if extends:
-                    index = first.extended(keys, new.queries(layer, head), digest=digest)
+                    index = first.extended(keys, asked_of(new, layer, head), digest=digest)
                 else:
                     target: dict[str, Any] = {}
                     if own := first.recall:
                         target = {"target_recall": own.target, "k": own.k}
-                    index = chosen.build(keys, new.queries(layer, head), digest=digest, **target)
+                    index = chosen.build(keys, asked_of(new, layer, head), digest=digest, **target)
                 index.summarize(new.values(layer, head))
                 if extends:
                     index.share(first, stays=path != earlier.path)

@@ -4,12 +4,13 @@ A layer keeps what transformers' own cache holds of it after the pass, so no fam
 """
 
 import inspect
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,7 @@ from offload_decode.hf.user_cache import cached
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
-_FORM = 2
+_FORM = 3
 """Version of a cached shape."""
 _LONG_S = 0.1  # shapes that took longer are cached between runs
 _NAME = "offload_decode_observed"
@@ -43,6 +44,14 @@ _KINDS = {
 }
 
 _pass = threading.local()
+
+
+class _Seen(NamedTuple):
+    """A call of the attention function: by which module, with how many query heads, at which scaling."""
+
+    module: Any
+    query_heads: int
+    scaling: Any
 
 
 def claimed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
@@ -127,12 +136,14 @@ def _observed(text: Any) -> ModelShape:
     return _shape(text.model_type, text, cache, _pass.seen)
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any = None, *_: Any, **__: Any) -> Any:
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any = None, scaling: Any = None, *_: Any, **__: Any
+) -> Any:
     """The attention function of an observed pass: notes which module called it after which cache layer."""
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError("its attention adds numbers to the scores")
     if _pass.updated is not None:
-        _pass.seen.setdefault(_pass.updated, (module, query.shape[1]))
+        _pass.seen.setdefault(_pass.updated, _Seen(module, query.shape[1], scaling))
         _pass.updated = None
     batch, heads, tokens = query.shape[:3]
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
@@ -190,7 +201,7 @@ class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -> ModelShape:
+def _shape(name: str, text: Any, cache: Any, seen: dict[int, _Seen]) -> ModelShape:
     types = getattr(text, "layer_types", None) or []
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -213,7 +224,7 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
             "store: use a model with attention"
         )
     searched = [i for i in keeping if layers[i].kind is LayerKind.FULL] or keeping[:1]
-    found = ((seen[i][1], layers[i]) for i in searched)
+    found = ((seen[i].query_heads, layers[i]) for i in searched)
     geometries = sorted({(heads, own.kv_heads, own.key_dim, own.value_dim) for heads, own in found})
     if len(geometries) > 1:
         listed = " and ".join(f"{q} query and {kv} KV heads of {k} and {v}" for q, kv, k, v in geometries)
@@ -229,7 +240,7 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
     return ModelShape(tuple(layers), query_heads)
 
 
-def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], chunked: bool) -> LayerShape:
+def _layer(name: str, index: int, layer: Any, seen: dict[int, _Seen], chunked: bool) -> LayerShape:
     """The shape of a layer of transformers' cache after the pass."""
     kind = _KINDS.get(type(layer).__name__)
     if kind is None:
@@ -251,14 +262,21 @@ def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], 
         raise UnsupportedModel(_OWN_CODE.format(which=f"layer {index} of ", name=name))
     if kind is LayerKind.SLIDING and chunked:
         kind = LayerKind.CHUNKED
-    latent = latent_of(seen[index][0])
+    latent = latent_of(seen[index].module)
     heads, key_dim, value_dim = keys.shape[1], keys.shape[-1], values.shape[-1]
     if latent is not None and kind is LayerKind.FULL:
-        own = index_of(seen[index][0], getattr(layer, "indexer_keys", None))
+        own = index_of(seen[index].module, getattr(layer, "indexer_keys", None))
         dim = latent.dim + (0 if own is None else own.dim)
-        return LayerShape(kind, 1, dim, dim, None, states, latent=True, index=own)
-    window = None if kind is LayerKind.FULL else layer.sliding_window
-    return LayerShape(kind, heads, key_dim, value_dim, window, states)
+        return LayerShape(kind, 1, dim, dim, None, states, True, own, _scaling(seen[index], dim))
+    window, scaling = None if kind is LayerKind.FULL else layer.sliding_window, _scaling(seen[index], key_dim)
+    return LayerShape(kind, heads, key_dim, value_dim, window, states, scaling=scaling)
+
+
+def _scaling(seen: _Seen, key_dim: int) -> float | None:
+    """What a layer scales its scores by; None where that is 1/sqrt(`key_dim`), or is not stated."""
+    if seen.scaling is None or math.isclose(seen.scaling, key_dim**-0.5, rel_tol=1e-6):
+        return None
+    return float(seen.scaling)
 
 
 def _state(name: str, state: torch.Tensor) -> StateShape:

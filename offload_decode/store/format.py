@@ -105,7 +105,7 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
     heads, channels = (range(1, _HEADS + 1), range(1, _CHANNELS + 1)) if kind != "none" else (range(1),) * 2
     axes = [range(1, _MOST_NUMBERS + 1), range(1, _AXES + 1)]
     state = {"name": str, "shape": axes, "dtype": dtypes}
-    data = {"index": None, **data} if isinstance(data, dict) else data
+    data = {"index": None, "scaling": None, **data} if isinstance(data, dict) else data
     wanted: dict[str, Any] = {
         "kind": tuple(LayerKind),
         "kv_heads": heads,
@@ -115,6 +115,7 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
         "states": [state, range(_STATES + 1)],
         "latent": bool,
         "index": None,
+        "scaling": None if not isinstance(data, dict) or data["scaling"] is None else float,
     }
     if isinstance(data, dict) and data["index"] is not None:
         wanted["index"] = {"dim": range(1, _CHANNELS), "topk": range(1, 2**31)}
@@ -136,10 +137,12 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
 
 
 def _shape_fields(shape: ModelShape) -> dict[str, Any]:
-    """What `shape_from` reads. Only where there is an index it is said: earlier releases read the others."""
+    """What `shape_from` reads. An index and a scaling are left out where there are none, so that earlier
+    releases read the others.
+    """
     fields = asdict(shape)
     fields["layers"] = [
-        {name: value for name, value in own.items() if name != "index" or value is not None}
+        {name: value for name, value in own.items() if name not in ("index", "scaling") or value is not None}
         for own in fields["layers"]
     ]
     return fields

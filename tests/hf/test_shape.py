@@ -1,6 +1,7 @@
 """Shapes are what transformers' own cache holds after two tokens, whatever the family."""
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -68,6 +69,19 @@ def test_latents_where_the_release_caches_them_and_heads_where_it_does_not():
     assert shape.query_heads == 4
 
 
+@pytest.mark.parametrize(("family", "scaling"), [("llama", None), ("granite", 0.2), ("gemma3n", 1.0)])
+def test_another_scaling_than_that_of_the_width_is_seen(family, scaling):
+    layers = observed_shape(config_of(family)).layers
+    assert {own.scaling for own in layers if own.kind is not NONE} == {scaling}
+
+
+def test_a_latent_is_scaled_by_the_width_of_the_keys_that_it_stands_for():
+    layer, *_ = observed_shape(config_of("deepseek_v3")).layers
+    if not layer.latent:
+        pytest.skip("this transformers caches heads")
+    assert layer.scaling == pytest.approx(20**-0.5 * (0.1 * math.log(4) + 1) ** 2)
+
+
 def test_a_thread_that_has_run_no_pass_observes_a_shape():
     with ThreadPoolExecutor(1) as pool:
         assert len(pool.submit(observed_shape, config_of("cohere2", vocab_size=97)).result().layers) == 3
@@ -108,7 +122,7 @@ def held(heads, dim):
 
 
 def test_full_layers_of_several_geometries_are_refused():
-    layers, seen = [held(2, 16), held(1, 24)], {0: (None, 4), 1: (None, 4)}
+    layers, seen = [held(2, 16), held(1, 24)], dict.fromkeys((0, 1), shape._Seen(None, 4, None))
     with pytest.raises(UnsupportedModel, match=r"1 KV heads of 24 .* and .* 2 KV heads of 16"):
         shape._shape("twofold", SimpleNamespace(), SimpleNamespace(layers=layers), seen)
 

@@ -56,6 +56,18 @@ def test_unknown_and_missing_fields_are_named() -> None:
         Manifest.from_json(data)
 
 
+def test_a_scaling_is_said_where_a_layer_has_one_and_makes_no_other_shape() -> None:
+    assert "scaling" not in MANIFEST.to_json()["shape"]["layers"][0]
+    layers = tuple(replace(own, scaling=0.25) for own in MANIFEST.shape.layers)
+    stated = replace(MANIFEST, shape=replace(MANIFEST.shape, layers=layers))
+    assert [own.scaling for own in Manifest.from_json(stated.to_json()).shape.layers] == [0.25] * len(layers)
+    assert stated == MANIFEST
+    data = stated.to_json()
+    data["shape"]["layers"][0]["scaling"] = "0.25"
+    with pytest.raises(StoreForeign, match="scaling"):
+        Manifest.from_json(data)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
