@@ -64,6 +64,7 @@ ARCHITECTURES = (*PERMUTED, *NORMS_WITH_ONE, "qwen2", "qwen3")
 _FORM = 3
 _LEFT_S = 3600.0
 _CONFIG, _TOKENIZER, _RECORD = "config.json", "tokenizer.json", "gguf.json"
+_OF_TOKENS = "tokenizer.ggml."
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ENDS_OF_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """What models write behind a text. Headers name one end of texts, or of turns, as theirs."""
@@ -239,6 +240,23 @@ def _quick_reader() -> Iterator[None]:
         module.GGUFReader = before
 
 
+@contextmanager
+def _named(path: Path, fields: dict[str, Any]) -> Iterator[None]:
+    """`ModelError` where transformers looks up a special token that the vocabulary does not have."""
+    try:
+        yield
+    except IndexError as error:
+        tokens = fields.get(f"{_OF_TOKENS}tokens")
+        for key, number in fields.items():
+            special = key.startswith(_OF_TOKENS) and key.endswith("_token_id") and type(number) is int
+            if special and type(tokens) is int and number >= tokens:
+                raise ModelError(
+                    f"{path} names token {number} as its {key.removeprefix(_OF_TOKENS)}, and has {tokens:,} "
+                    "tokens: fetch another conversion of the model"
+                ) from error
+        raise
+
+
 def _convert(path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
@@ -246,7 +264,8 @@ def _convert(path: Path, folder: Path) -> None:
     LOG.info("reading the header of %s, once on this machine: three to fifteen seconds …", path.name)
     given = {"pretrained_model_name_or_path": str(path.absolute().parent), "gguf_file": path.name}
     config = AutoConfig.from_pretrained(**given)
-    tokenizer = AutoTokenizer.from_pretrained(**given, trust_remote_code=False)
+    with _named(path, header.fields):
+        tokenizer = AutoTokenizer.from_pretrained(**given, trust_remote_code=False)
     text, architecture = text_of(config), header.fields["general.architecture"]
     names = _names(header, text)
     if architecture in ARCHITECTURES:
@@ -258,7 +277,7 @@ def _convert(path: Path, folder: Path) -> None:
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     arguments = {name: getattr(tokenizer, name) for name in _SIDES if hasattr(tokenizer, name)}
     arguments |= {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
-    fields = (header.fields.get(f"tokenizer.ggml.{name}") for name in _ENDS)
+    fields = (header.fields.get(_OF_TOKENS + name) for name in _ENDS)
     ends = {end for end in fields if type(end) is int and 0 <= end < len(tokenizer)}
     special = tokenizer.added_tokens_decoder.items()
     ends |= {number for number, token in special if token.special and str(token) in _ENDS_OF_TEXTS}

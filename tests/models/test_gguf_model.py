@@ -247,6 +247,15 @@ def test_tensors_that_nobody_reads_are_refused(tmp_path: Path) -> None:
         load(str(file), "cpu")
 
 
+def test_a_special_token_that_the_vocabulary_lacks_is_named(made: Any, tmp_path: Path) -> None:
+    whole, key = made("llama").read_bytes(), b"tokenizer.ggml.eos_token_id"
+    at = whole.index(key) + len(key) + 4  # behind the type of the number
+    file = tmp_path / "odd.gguf"
+    file.write_bytes(whole[:at] + (999_999).to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(ModelError, match=r"names token 999999 as its eos_token_id, and has \d+ tokens"):
+        load(str(file), "cpu")
+
+
 def test_scaling_that_a_header_states_is_done(tmp_path: Path) -> None:
     from gguf import RopeScalingType
 
