@@ -169,13 +169,16 @@ def measure(
     host = HostKV(store, loaded.device)
     jobs = plan.jobs
     asked = plan.tokens * len(plan.questions)
-    total = asked + len(jobs) * (2 * asked + len(recorded.sampled_tokens(store)))
+    total = 2 * asked + len(jobs) * (2 * asked + len(recorded.sampled_tokens(store)))
     counted = itertools.count(1)
 
     def step() -> None:
         progress(next(counted), total)
 
     runs = [recorded.run_dense(loaded, store, question, plan.tokens, step) for question in plan.questions]
+    # A pass of many tokens rounds otherwise than one token does: each is compared with its like.
+    dense = StoredPrefix.over(host, loaded.shape, DENSE, {})
+    together = [forced(Engine(loaded, store, dense), run, step) for run in runs]
     ks = {k for per_layer in budgets.values() for k in per_layer.values() if k is not None}
     live = Source(host, [run.calls for run in runs], ks)
     stored = Source(host, [recorded.sampled_calls(host, runs[0].calls)], ks)
@@ -189,9 +192,9 @@ def measure(
             sampled, _, _ = stored.judge(prefix, per_layer, step)
             decoded, searched, whole = live.judge(prefix, per_layer, step)
             assert decoded is not None, "a dense run has calls"
-            agreed = agreement(
-                [(run.logits, forced(Engine(loaded, store, prefix), run, step)) for run in runs]
-            )
+            expected = [run.logits for run in runs] if recorded.alone(prefix) else together
+            given = [forced(Engine(loaded, store, prefix), run, step) for run in runs]
+            agreed = agreement(list(zip(expected, given, strict=True)))
         except FAILURES as error:
             failures.append(Failure(contender.label, budget, " ".join(str(error).split())))
             continue

@@ -80,14 +80,16 @@ class Selections:
 FORCED = 256  # tokens whose logits are in memory at once
 
 
-def forced_passes(conversation: Conversation, tokens: Sequence[int]) -> Iterator[Tensor]:
-    """Runs tokens that are given: after each pass its logits `[t, V]`, one a token.
-
-    Where tokens of a pass choose together, or are remembered, each is run alone, as it is when it is
-    generated: an earlier one must not choose by a later one.
+def alone(prefix: StoredPrefix) -> bool:
+    """Whether each token is run by itself, as when it is generated: where those of a pass choose together, or
+    are remembered, an earlier one would choose by a later one.
     """
-    chosen = conversation.prefix.chosen
-    step = 1 if chosen.one_question or chosen.selector.remembers else FORCED
+    return prefix.chosen.one_question or prefix.chosen.selector.remembers
+
+
+def forced_passes(conversation: Conversation, tokens: Sequence[int]) -> Iterator[Tensor]:
+    """Runs tokens that are given, `alone` where need be: after each pass its logits `[t, V]`, one a token."""
+    step = 1 if alone(conversation.prefix) else FORCED
     with conversation.step():
         for start in range(0, len(tokens), step):
             yield conversation.run(list(tokens[start : start + step]), every=True)

@@ -20,7 +20,8 @@ from offload_decode.evals.contender import Contender
 from offload_decode.evals.fidelity import FidelityPlan, FidelityReport, Source, forced, measure
 from offload_decode.evals.recorded_queries import Call, DenseRun, replay, run_dense, sampled_calls
 from offload_decode.kv.host_cache import HostKV
-from offload_decode.models.loading import LoadedModel
+from offload_decode.models.few_rows import FEW_ROWS
+from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_texts
@@ -32,6 +33,7 @@ from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection
+from tests.models import few_bits
 from tests.tiny import random_ids, served_model, token_store
 
 TEXT = "".join(f"Thing {number} weighs {number * number} grams.\n" for number in range(9))
@@ -169,6 +171,17 @@ def test_dense_attention_has_no_error(report: FidelityReport) -> None:
         assert found.approximation.p99 == 0
     assert dense.agreement.kl_max < 1e-9
     assert (dense.agreement.top1, dense.agreement.tokens) == (1, 10)
+
+
+def test_how_a_pass_of_many_tokens_rounds_is_no_loss_of_a_selector(tmp_path: Path) -> None:
+    """Of weights in blocks, one token's inputs are rounded to 8 bits and those of many are not."""
+    loaded = load(str(few_bits.gguf(tmp_path / "made")), "cpu", "float32")
+    path = tmp_path / "store"
+    prefill_texts(loaded, [TextDocument("text", TEXT)], path)
+    contenders = tuple(map(Contender, ("dense", "topk", "snapkv")))  # the last has its tokens one by one
+    plan = FidelityPlan(contenders, ("100%",), (QUESTION,), FEW_ROWS + 8)
+    for entry in measure(loaded, KVStore.open(path), plan).entries:
+        assert entry.agreement.kl_max < 2e-6, entry.label  # the rounding alone makes ten
 
 
 @pytest.mark.parametrize("label", ["oracle", "topk"])
