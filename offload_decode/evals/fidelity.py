@@ -176,7 +176,8 @@ def measure(
         progress(next(counted), total)
 
     runs = [recorded.run_dense(loaded, store, question, plan.tokens, step) for question in plan.questions]
-    # A pass of many tokens rounds otherwise than one token does: each is compared with its like.
+    # A pass of many tokens rounds otherwise than one token does: selectors are compared with their like, and
+    # dense attention in passes with that of one token, which shows what the rounding alone makes.
     dense = StoredPrefix.over(host, loaded.shape, DENSE, {})
     together = [forced(Engine(loaded, store, dense), run, step) for run in runs]
     ks = {k for per_layer in budgets.values() for k in per_layer.values() if k is not None}
@@ -192,7 +193,8 @@ def measure(
             sampled, _, _ = stored.judge(prefix, per_layer, step)
             decoded, searched, whole = live.judge(prefix, per_layer, step)
             assert decoded is not None, "a dense run has calls"
-            expected = [run.logits for run in runs] if recorded.alone(prefix) else together
+            one_by_one = recorded.alone(prefix) or contender.selector == DENSE
+            expected = [run.logits for run in runs] if one_by_one else together
             given = [forced(Engine(loaded, store, prefix), run, step) for run in runs]
             agreed = agreement(list(zip(expected, given, strict=True)))
         except FAILURES as error:

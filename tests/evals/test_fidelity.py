@@ -180,8 +180,8 @@ def test_how_a_pass_of_many_tokens_rounds_is_no_loss_of_a_selector(tmp_path: Pat
     prefill_texts(loaded, [TextDocument("text", TEXT)], path)
     contenders = tuple(map(Contender, ("dense", "topk", "snapkv")))  # the last has its tokens one by one
     plan = FidelityPlan(contenders, ("100%",), (QUESTION,), FEW_ROWS + 8)
-    for entry in measure(loaded, KVStore.open(path), plan).entries:
-        assert entry.agreement.kl_max < 2e-6, entry.label  # the rounding alone makes ten
+    dense, *others = measure(loaded, KVStore.open(path), plan).entries
+    assert all(entry.agreement.kl_max < 2e-6 < dense.agreement.kl_max for entry in others)
 
 
 @pytest.mark.parametrize("label", ["oracle", "topk"])
