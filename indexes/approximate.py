@@ -76,23 +76,35 @@ def sampled(flat: FlatIndex, queries: npt.NDArray[Any] | None) -> Sample:
     return Sample(flat, source, rows[0::2], rows[1::2] if len(rows) > 1 else rows)
 
 
-def tune(index: ApproximateIndex, sample: Sample, k: int, target: float) -> RecallRecord | None:
+def tune(
+    index: ApproximateIndex, sample: Sample, k: int, target: float, fewer: Sequence[int] = ()
+) -> RecallRecord | None:
     """The first value of the ladder whose recall@k reaches `target` for the queries to choose by and, unless
-    that takes a scan of all keys, at which at most one real query loses attention; with what it finds for the
-    others. None for an empty index.
+    that takes a scan of all keys, at which at most one real query loses attention, asked for k keys or for
+    `fewer` (counts below k, for kinds that then read less); with what it finds for the others. None for an
+    empty index.
     """
     flat = sample.flat
     if len(flat) == 0:
         return None
     k = min(k, len(flat))
-    truth, scaling = sample.best(k), flat.dim**-0.5
-    ladder, reached = index.ladder(k), None
+    ladder, reached, scaling = index.ladder(k), None, flat.dim**-0.5
+
+    def found_of(count: int, value: float) -> Quality:
+        return quality(index.search_at(sample.choose, count, value), sample.best(count), scaling)
+
+    def keeps(found: Quality) -> bool:
+        return found.lost * len(sample.choose) <= _LOST
+
     for value in ladder:
-        found = quality(index.search_at(sample.choose, k, value), truth, scaling)
+        found = found_of(k, value)
         if reached is None and found.recall >= target:
             reached = value
-        lost = found.lost * len(sample.choose) if sample.real else 0
-        if reached is not None and lost <= _LOST:
+        if reached is None:
+            continue
+        if not sample.real or value >= index.scan_from:
+            break
+        if keeps(found) and all(keeps(found_of(count, value)) for count in fewer if count < k):
             break
     if reached is not None and value >= index.scan_from:
         value = reached

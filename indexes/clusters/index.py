@@ -50,6 +50,9 @@ from offload_decode.indexes.flat import NOT_FINITE, FlatIndex, joined_hits
 # Fewer than 3.5 find as much for the stored queries that they are tuned on, but not for those of answers.
 _LADDER = (3.5, 4.0, 5.0, 6.0, 8.0)
 _WANTED = 100  # keys of each query, of which some may be cells of their own
+# The fewer keys are wanted, the higher is the threshold: a group of keys unlike the rest of their cell is
+# then skipped, though it is found among 100. Cells formed before a text was appended hold such groups.
+_FEWER = (8, 32)
 _MANY = 1024  # keys, for which the deviations are tuned too
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
@@ -137,7 +140,7 @@ class ClusteredIndex(ApproximateIndex):
         return few.value + share * (many.value - few.value)
 
     def _tune(self, sample: Sample, k: int, target: float) -> None:
-        super()._tune(sample, k, target)
+        self.recall = tune(self, sample, k, target, _FEWER)
         if k < _MANY and not self.scans(_MANY):
             self.recall_of_many = tune(self, sample, _MANY, target)
 

@@ -156,6 +156,26 @@ def test_tuning_goes_on_until_one_query_at_most_loses_attention() -> None:
     assert record.low == pytest.approx(np.percentile(shares[1::2, record.value - 1], 1))
 
 
+def test_tuning_goes_on_while_fewer_keys_lose_attention() -> None:
+    class Hasty(Stepwise):
+        """Misses the best key when asked for fewer than 10, below a value of 6."""
+
+        def search_at(self, queries: Any, k: int, value: int) -> Hits:
+            hits = super().search_at(queries, k, 10)
+            if k < 10 and value < 6:
+                hits.ids[:, 0], hits.scores[:, 0] = -1, -np.inf
+            return hits
+
+    exact = FlatIndex.build(clustered_keys(500))
+    for fewer, value in (((), 1), ((10, 20, 40), 1), ((10, 5), 6)):  # more than 20 are none of the fewer
+        record = tune(Hasty(exact), sampled(exact, foreign_queries(41)), 20, 0.1, fewer)
+        assert record is not None
+        assert record.value == value
+    keys_alone = tune(Hasty(exact), sampled(exact, None), 20, 0.1, (5,))
+    assert keys_alone is not None
+    assert keys_alone.value == 1, "keys attend to nothing"
+
+
 def test_attention_alone_takes_no_full_scan() -> None:
     class Losing(Stepwise):
         """Misses the best key, unless it reads every key."""

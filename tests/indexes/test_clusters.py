@@ -12,9 +12,11 @@ from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.team import cells as cells_of_threads
 from offload_decode.indexes import get
+from offload_decode.indexes.approximate import quality
 from offload_decode.indexes.clusters import cells, dot4, search
 from offload_decode.indexes.clusters import index as clusters
 from offload_decode.indexes.clusters.index import ClusteredIndex
+from offload_decode.indexes.flat import FlatIndex
 from offload_decode.testing.index_contract import (
     DIM,
     DTYPES,
@@ -490,3 +492,21 @@ def test_sinks_that_are_appended_are_cells_of_their_own() -> None:
     keys, queries = with_sinks(6000, [7, 5000])
     index = ClusteredIndex.build(keys[:4000], queries, k=16).extended(keys, queries, digest="d")
     assert {7, 5000} <= alone(index)
+
+
+def test_fewer_keys_than_the_recall_is_measured_on_lose_no_attention_either() -> None:
+    """Some topics share a cell of the first part, and have one of their own in the part that is appended: the
+    few best keys set a threshold there at which the first part's are skipped.
+    """
+    rng = np.random.default_rng(1)
+    topics = rng.standard_normal((40, 64))
+    of = rng.zipf(1.3, 4000) % 40
+    keys = (2 * topics[of] + rng.standard_normal((4000, 64))).astype(np.float32)
+    queries = 1.2 * topics[of[rng.integers(4000, size=1024)]] + 0.8 * rng.standard_normal((1024, 64))
+    stored, others = np.split(queries.astype(np.float32), 2)
+    index = ClusteredIndex.build(keys[:1300], stored, k=100).extended(keys, stored, digest="d")
+    assert index.recall is not None
+    assert index.recall.value < 1000, "pruned"
+    exact = FlatIndex.build(keys, digest="d")
+    for k in (8, 32, 100):
+        assert quality(index.search(others, k), exact.search(others, k), 64**-0.5).lost <= 0.003
