@@ -15,11 +15,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows.arrays import BFLOAT16, Float32, Keys, drawn, float32_blocks
 from offload_decode.common.rows.encodings import row_size
 from offload_decode.indexes import arrays
 from offload_decode.indexes.approximate import ApproximateIndex, Sample, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
+from offload_decode.indexes.flat import NOT_FINITE
 from offload_decode.indexes.registry import Library, faiss
 
 
@@ -255,6 +257,8 @@ class FaissIVF(ApproximateIndex):
         if len(self) == 0:
             return np.zeros((1, self.dim), np.float32)
         sample = drawn(self.keys, _TRAINING_KEYS_PER_LIST * self.nlist, np.random.default_rng(0))
+        if not np.isfinite(np.einsum("nd,nd->n", sample, sample)).all():  # Faiss would end the process
+            raise InvalidIndexInput(NOT_FINITE)
         clustering = faiss.Clustering(self.dim, self.nlist)
         clustering.niter = _ITERATIONS
         clustering.min_points_per_centroid = 1
@@ -311,7 +315,10 @@ def _nearest(centroids: Float32, keys: Keys) -> npt.NDArray[np.int64]:
     nearest = _euclidean(centroids.shape[1])
     nearest.add(centroids)
     parts = [nearest.search(block, 1)[1].ravel() for _, block in float32_blocks(keys)]
-    return np.concatenate([np.empty(0, np.int64), *parts])
+    lists = np.concatenate([np.empty(0, np.int64), *parts])
+    if (lists < 0).any():
+        raise InvalidIndexInput(NOT_FINITE)
+    return lists
 
 
 def _euclidean(dim: int) -> Any:

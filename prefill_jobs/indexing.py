@@ -38,6 +38,9 @@ from offload_decode.store.files import Progress
 from offload_decode.store.reader import KVStore
 from offload_decode.store.streams import as_bytes
 
+K = 100
+"""Keys that recall is measured on."""
+
 
 @dataclass(frozen=True)
 class BuildReport:
@@ -75,7 +78,7 @@ def build_indexes(
     kind: str,
     *,
     recall: float = 0.98,
-    k: int = 100,
+    k: int = K,
     progress: Progress = lambda stage, done, total: None,
 ) -> BuildReport:
     """Build the `kind` of index for every head of a store; existing ones of the same keys are kept.
@@ -299,13 +302,14 @@ def _extend(
                 keys, digest = earlier.keys(layer, head), earlier.digest(layer, head)
                 first = chosen.load(index_path(folder, layer, head), keys, digest=digest)
                 keys, digest = new.keys(layer, head), new.digest(layer, head)
-                extends = grown and _stay(earlier, new, layer, head, sure)
+                own, target = first.recall, dict[str, Any]()
+                few = own is not None and own.k == len(first)  # than recall is to be measured on
+                if own is not None:
+                    target = {"target_recall": own.target, "k": K if few else own.k}
+                extends = grown and not few and _stay(earlier, new, layer, head, sure)
                 if extends:
                     index = first.extended(keys, asked_of(new, layer, head), digest=digest)
                 else:
-                    target: dict[str, Any] = {}
-                    if own := first.recall:
-                        target = {"target_recall": own.target, "k": own.k}
                     index = chosen.build(keys, asked_of(new, layer, head), digest=digest, **target)
                 index.summarize(new.values(layer, head))
                 if extends:

@@ -148,6 +148,17 @@ def test_ids_that_are_not_those_of_keys_are_refused(ids: list[int]) -> None:
         rescored(np.ones((9, 4), np.float16), np.ones((1, 4), np.float32), np.array([ids]), 2)
 
 
+@pytest.mark.parametrize(("count", "huge"), [(3_000, slice(None)), (85_196, 8)])
+def test_keys_whose_distances_overflow_are_refused_before_faiss_ends_the_process(
+    count: int, huge: Any
+) -> None:
+    """The second has one such key, which is not among those that the lists are formed of."""
+    keys = np.random.default_rng(0).standard_normal((count, 8)).astype(np.float32)
+    keys[huge] *= np.float32(1e20)
+    with pytest.raises(InvalidIndexInput, match="overflows float32"):
+        get("faiss-ivf").build(keys, digest="of these")
+
+
 def test_scores_that_are_not_finite_are_refused() -> None:
     keys = np.full((9, 4), 1e30, np.float32)
     with pytest.raises(InvalidIndexInput, match="not finite"):

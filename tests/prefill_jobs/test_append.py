@@ -240,6 +240,17 @@ def test_indexes_are_extended_and_their_recall_is_stated(begun):
         assert (again.built, again.reused) == (0, 2), "nothing is left to build"
 
 
+@pytest.mark.parametrize("kind", ["clusters", "hnswlib"])
+def test_an_index_of_fewer_keys_than_recall_is_measured_on_is_built_anew(tmp_path, kind):
+    model, store = loaded(), tmp_path / "s.kv"
+    prefill_texts(model, [TextDocument("few.txt", "Few.")], store, settings())
+    build_indexes(store, kind)
+    append_texts(model, TEXTS, store)
+    indexes = HeadIndexes(KVStore.open(store), kind)
+    assert [indexes.get(1, head).recall.k for head in (0, 1)] == [100, 100]
+    assert build_indexes(store, kind).built == 0
+
+
 @pytest.mark.parametrize("method", ["dense", "quoka"])
 def test_indexes_of_heads_whose_old_keys_changed_are_built_anew(tmp_path, method):
     """The last chunk runs again with more tokens, for which a sparse method chooses others: from the second
