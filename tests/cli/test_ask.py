@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from offload_decode.cli.ask import tell_cut
+from offload_decode.engine import crossover as measured
+from offload_decode.engine.crossover import Crossover
 from tests.cli.conftest import done, json_of, refused, run
 from tests.planning.estimates import llama_8b
 
@@ -77,7 +79,11 @@ def test_a_wrong_estimate_is_refused(store):
         assert "from 2 to 65536" in refused(2, "ask", store, *ASK, "-o", f"tail=sample:{size}")
 
 
-def test_everything_is_attended_to_where_that_is_faster_unless_a_search_is_asked_for(store, crossover):
+def test_everything_is_attended_to_where_that_is_faster_unless_a_search_is_asked_for(
+    store, crossover, monkeypatch
+):
+    faster = Crossover(300, dense_s=0.1, few=64, few_s=0.2, many=150, many_s=0.3)
+    monkeypatch.setattr(measured, "measure", lambda *_: faster)
     for options, dense in ((), True), (("-o", "index=flat"), False), (("-o", "crossover=no"), False):
         told = json_of("ask", store, "Who?", "--max-new-tokens", "2", "-o", "budget=7", *options)
         assert ("attends" in told["search"]) == dense
