@@ -31,8 +31,6 @@ TASKS = {
     "aggregate": ("every-record", "tally-lines"),
 }
 FIDELITY = "fidelity.json"
-# In float32, and more tokens than weights in blocks are multiplied by at once: rounding would add its own.
-_TOKENS = ("--tokens", "96")
 
 
 @dataclass(frozen=True)
@@ -70,16 +68,18 @@ class Measurement:
 def measurements(limit: int) -> Iterator[Measurement]:
     """All of them, with so many questions a task: shorter texts first."""
     budgets = ("--budgets", ",".join(BUDGETS))
+    # More tokens than weights in blocks are multiplied by at once: rounding would add a loss of its own.
+    forced = (*budgets, "--tokens", "96")
     best = tuple(part for name in BEST for part in ("-s", name))
     for model in MODELS:
         first, *longer = model.lengths
         for text in ("prose", "code", "dialogue"):
-            yield Measurement("fidelity", model, text, first, (*budgets, *_TOKENS))
+            yield Measurement("fidelity", model, text, first, forced)
         for method, given in (("dense", ()), ("quoka", ("--prefill", "quoka:budget=25%"))):
             ways = (*budgets, "-s", "topk", "-s", "quest", *given)
             yield Measurement("perplexity", model, method, first, ways)
         for length in longer:
-            yield Measurement("fidelity", model, "prose", length, (*budgets, *_TOKENS, *best))
+            yield Measurement("fidelity", model, "prose", length, (*forced, *best))
     for model in MODELS:
         for length in model.tasks:
             for suite, tasks in TASKS.items():
@@ -128,6 +128,7 @@ class Runner:
             text = (self.texts / f"{what.subject}.txt").read_text(encoding="utf-8")
             tokens = 1024 * int(what.length.removesuffix("K"))
             cut.write_text(Haystack(name, text).cut(load(weights).tokenizer, tokens), encoding="utf-8")
+        # In bfloat16 rounding adds a loss of its own, too.
         _run("prefill", str(cut), "--model", weights, "--dtype", "float32", "--out", str(store))
         _run("index", str(store))
         return store

@@ -302,15 +302,17 @@ def _extend(
                 keys, digest = earlier.keys(layer, head), earlier.digest(layer, head)
                 first = chosen.load(index_path(folder, layer, head), keys, digest=digest)
                 keys, digest = new.keys(layer, head), new.digest(layer, head)
-                own, target = first.recall, dict[str, Any]()
+                queries = asked_of(new, layer, head)
+                own = first.recall
                 few = own is not None and own.k == len(first)  # than recall is to be measured on
-                if own is not None:
-                    target = {"target_recall": own.target, "k": K if few else own.k}
                 extends = grown and not few and _stay(earlier, new, layer, head, sure)
                 if extends:
-                    index = first.extended(keys, asked_of(new, layer, head), digest=digest)
+                    index = first.extended(keys, queries, digest=digest)
                 else:
-                    index = chosen.build(keys, asked_of(new, layer, head), digest=digest, **target)
+                    target: dict[str, Any] = {}
+                    if own is not None:
+                        target = {"target_recall": own.target, "k": K if few else own.k}
+                    index = chosen.build(keys, queries, digest=digest, **target)
                 index.summarize(new.values(layer, head))
                 if extends:
                     index.share(first, stays=path != earlier.path)

@@ -115,10 +115,12 @@ def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
         "states": [state, range(_STATES + 1)],
         "latent": bool,
         "index": None,
-        "scaling": None if not isinstance(data, dict) or data["scaling"] is None else float,
+        "scaling": None,
     }
     if isinstance(data, dict) and data["index"] is not None:
         wanted["index"] = {"dim": range(1, _CHANNELS), "topk": range(1, 2**31)}
+    if isinstance(data, dict) and data["scaling"] is not None:
+        wanted["scaling"] = float
     check(name, data, wanted)
     index = None if data["index"] is None else IndexShape(**data["index"])
     if index is not None and not (data["latent"] and index.dim < data["key_dim"]):
